@@ -1,0 +1,40 @@
+"""dxdy_nb: how gradients flow through PyTorch training, and what is wrong with yours.
+
+The public names are loaded when they are first used, so that importing this package imports no notebook, plotting
+or table library.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dxdy_nb.config import RunConfig as RunConfig
+    from dxdy_nb.errors import DxdyError as DxdyError
+    from dxdy_nb.lesson.live import live as live
+    from dxdy_nb.observe.observer import watch as watch
+    from dxdy_nb.runs.record import Run as Run
+    from dxdy_nb.runs.record import result as result
+    from dxdy_nb.training.loop import train as train
+
+_HOMES = {
+    "DxdyError": "errors",
+    "Run": "runs.record",
+    "RunConfig": "config",
+    "live": "lesson.live",
+    "result": "runs.record",
+    "train": "training.loop",
+    "watch": "observe.observer",
+}
+__all__ = sorted(_HOMES)  # noqa: PLE0605 - one list of names is enough
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'dxdy_nb' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"dxdy_nb.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,229 @@
+"""The configuration of a run: every field is honoured by the training loop today."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import yaml
+
+from dxdy_nb.errors import DxdyError, suggestion
+
+# What people call these fields elsewhere; difflib alone would not find them.
+ALIASES = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "l2": "weight_decay",
+    "clip": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "clip_grad_norm": "max_grad_norm",
+    "dataset": "data",
+    "network": "model",
+    "optim": "optimizer",
+    "scheduler": "schedule",
+    "lr_scheduler": "schedule",
+    "criterion": "loss",
+    "loss_fn": "loss",
+    "warmup": "warmup_steps",
+    "steps": "max_steps",
+    "num_epochs": "epochs",
+    "random_seed": "seed",
+}
+
+
+def _number(default: float | None, low: float, high: float, *, open_low: bool = False) -> Any:
+    """Return a field whose value lies in [low, high], or in (low, high] where zero makes no sense."""
+    return field(default=default, metadata={"low": low, "high": high, "open_low": open_low})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run of the reference loop, as plain values.
+
+    ``max_steps`` ends a run early whatever ``epochs`` says; ``validate_every`` counts epochs; ``schedule`` and
+    ``warmup_steps`` count optimizer steps. Values may come from YAML or a command line: ``1e-3`` as text is a number.
+
+    Raises
+    ------
+    DxdyError
+        Unknown names, wrong types, values out of range: all of them in one message, a line each.
+
+    Examples
+    --------
+    >>> RunConfig(lr="1e-3").lr
+    0.001
+    >>> RunConfig(lr=-1)
+    Traceback (most recent call last):
+    ...
+    dxdy_nb.errors.DxdyError: lr: expected a number above 0 and at most 1000, got -1
+    """
+
+    seed: int = _number(0, 0, 2**32 - 1)
+    data: Literal["digits", "spirals", "sequences"] = "digits"
+    model: Literal["cnn", "mlp", "gru"] = "cnn"
+    loss: Literal["cross_entropy", "mse"] = "cross_entropy"
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = _number(0.05, 0, 1000, open_low=True)
+    momentum: float = _number(0.9, 0, 1)
+    weight_decay: float = _number(0.0, 0, 1000)
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    warmup_steps: int = _number(0, 0, 10**9)
+    batch_size: int = _number(64, 1, 10**6)
+    max_grad_norm: float | None = _number(None, 0, 1e12, open_low=True)
+    init: Literal["default", "xavier", "kaiming"] = "kaiming"
+    epochs: int = _number(20, 1, 10**6)
+    max_steps: int | None = _number(None, 1, 10**9)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    validate_every: int = _number(1, 1, 10**6)
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, kind in get_type_hints(type(self)).items():
+            value, problem = _coerce(name, kind, getattr(self, name), self.__dataclass_fields__[name].metadata)
+            object.__setattr__(self, name, value)
+            problems += [problem] if problem else []
+        if not problems:
+            problems = self._conflicts()
+        if problems:
+            raise DxdyError("\n".join(problems))
+
+    def _conflicts(self) -> list[str]:
+        """Return what is wrong between fields that are right one by one."""
+        problems = []
+        if (self.model == "cnn") != (self.data == "digits") and self.model == "cnn":
+            problems.append(f"model: 'cnn' needs images, data: {self.data!r} has none. Use data='digits' or another model.")
+        if (self.model == "gru") != (self.data == "sequences"):
+            problems.append(f"model: {self.model!r} does not fit data: {self.data!r}. 'gru' and 'sequences' go together.")
+        if self.optimizer != "sgd" and self.momentum != type(self).momentum:
+            problems.append(f"momentum: only optimizer='sgd' has one, {self.optimizer!r} would ignore {self.momentum}.")
+        return problems
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "") -> "RunConfig":
+        """Return the configuration of a mapping; ``source`` (a path) opens each line of an error."""
+        names = [f.name for f in dataclasses.fields(cls)]
+        problems = [f"{key}: unknown.{_suggest(str(key), names)}" for key in values if key not in names]
+        try:
+            config = cls(**{key: value for key, value in values.items() if key in names})
+        except DxdyError as error:
+            problems += str(error).splitlines()
+        if problems:
+            raise DxdyError("\n".join(f"{source}: {line}" if source else line for line in problems))
+        return config
+
+    @classmethod
+    def load(cls, path: str | Path) -> "RunConfig":
+        """Read a YAML file; a key that ``save`` adds for people (``fingerprint``) is checked, not taken."""
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except OSError as error:
+            raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is the path right?") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise DxdyError(f"{path}: not YAML. {' '.join(str(error).split())}") from None
+        if not isinstance(values, dict):
+            raise DxdyError(f"{path}: expected lines like 'lr: 0.1', got {type(values).__name__}.")
+        kept = values.pop("fingerprint", None)
+        config = cls.from_dict(values, source=str(path))
+        if kept not in (None, config.fingerprint):
+            raise DxdyError(f"{path}: was edited after it was recorded (fingerprint {kept}, now {config.fingerprint}).")
+        return config
+
+    def save(self, path: str | Path) -> None:
+        """Write the configuration and its fingerprint as YAML that ``load`` reads back equal."""
+        Path(path).write_text(yaml.safe_dump({**self.to_dict(), "fingerprint": self.fingerprint}, sort_keys=False))
+
+    def override(self, changes: Mapping[str, Any]) -> "RunConfig":
+        """Return a configuration with some fields changed: flat names, as papermill and a command line give them.
+
+        Examples
+        --------
+        >>> RunConfig().override({"lr": "0.1", "seed": 3}).lr
+        0.1
+        """
+        return type(self).from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain values."""
+        return dataclasses.asdict(self)
+
+    @property
+    def fingerprint(self) -> str:
+        """Twelve hex digits that differ when any field differs."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def parse_assignments(items: Iterable[str]) -> dict[str, Any]:
+    """Return ``["lr=0.1", "model=mlp"]`` as a mapping; values are read as YAML, so numbers are numbers.
+
+    Raises
+    ------
+    DxdyError
+        An item without ``=``, without a name, or named twice.
+
+    Examples
+    --------
+    >>> parse_assignments(["lr=0.1", "optimizer=sgd", "max_steps=null"])
+    {'lr': 0.1, 'optimizer': 'sgd', 'max_steps': None}
+    """
+    values: dict[str, Any] = {}
+    for item in items:
+        name, equals, text = item.partition("=")
+        if not equals or not name.strip():
+            raise DxdyError(f"{item!r}: expected name=value, like lr=0.1")
+        if name.strip() in values:
+            raise DxdyError(f"{name.strip()}: given twice")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        values[name.strip()] = as_number(value)
+    return values
+
+
+def as_number(value: Any) -> Any:
+    """Return a text that is a number as that number: YAML 1.1 reads ``1e-3`` as text. Anything else stays as it is."""
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        return number if math.isfinite(number) else value
+    return value
+
+
+def _suggest(key: str, names: list[str]) -> str:
+    alias = ALIASES.get(key.lower())
+    return f" Did you mean {alias!r}?" if alias else suggestion(key, names)
+
+
+def _coerce(name: str, kind: Any, value: Any, limits: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """Return a field's value as its type asks, and what is wrong with it."""
+    choices = get_args(kind) if getattr(kind, "__origin__", None) is Literal else None
+    if choices:
+        known = value in choices if isinstance(value, str) else False
+        hint = "" if known or not isinstance(value, str) else suggestion(value, choices)
+        hint = hint if "Did you mean" in hint else ""
+        return value, None if known else f"{name}: expected one of {', '.join(choices)}; got {value!r}.{hint}".rstrip(".")
+    if value is None and type(None) in get_args(kind):
+        return None, None
+    whole = kind is int or int in get_args(kind)
+    number = as_number(value)
+    allowed = f"{_range(limits, whole)}{', or null' if type(None) in get_args(kind) else ''}"
+    problem = f"{name}: expected {allowed}, got {value!r}"
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        return value, problem
+    if whole and number != int(number):
+        return value, problem
+    number = int(number) if whole else float(number)
+    below = number <= limits["low"] if limits["open_low"] else number < limits["low"]
+    return number, problem if below or number > limits["high"] else None
+
+
+def _range(limits: Mapping[str, Any], whole: bool) -> str:
+    low = f"above {limits['low']}" if limits["open_low"] else f"from {limits['low']}"
+    join = " and at most" if limits["open_low"] else " to"
+    return f"a {'whole ' if whole else ''}number {low}{join} {limits['high']:g}"

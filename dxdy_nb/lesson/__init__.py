@@ -1,0 +1,1 @@
+"""What only a notebook needs: predictions and checks, figures, a figure that follows a run."""

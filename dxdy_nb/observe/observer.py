@@ -1,0 +1,305 @@
+"""Hooks that turn a running loop into records; the loop is not changed, and neither is its result."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dxdy_nb.errors import DxdyError
+from dxdy_nb.observe.statistics import COLUMNS, describe, total_norm
+from dxdy_nb.observe.trace import Layout, Trace, TraceWriter
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# The update ratio needs a copy of the weights, which costs more than all other statistics together.
+UPDATE_EVERY = 10  # steps
+NONFINITE = COLUMNS.index("nonfinite")
+
+
+def watch(model: nn.Module, optimizer: torch.optim.Optimizer, *, out: str | Path | None = None) -> "Watch":
+    """Observe whatever loop runs inside the ``with`` block: one model, one optimizer, one record a step.
+
+    Parameters
+    ----------
+    model : the module whose forward the loop calls
+    optimizer : the optimizer whose ``step`` ends a step
+    out : a folder to keep the record in while it runs; without it the record stays in memory
+
+    Raises
+    ------
+    DxdyError
+        A model without parameters, something that is no model or no optimizer, a folder that cannot be written or
+        that already holds a record.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with watch(model, optimizer) as w:
+    ...     for _ in range(3):
+    ...         optimizer.zero_grad()
+    ...         loss = model(torch.ones(4, 2)).square().mean()
+    ...         loss.backward()
+    ...         optimizer.step()
+    >>> w.steps["effective_batch"].tolist()
+    [4, 4, 4]
+    """
+    return Watch(model, optimizer, None if out is None else Path(out))
+
+
+@dataclass
+class _Step:
+    """What was seen of the step that is under way."""
+
+    started: float = 0.0
+    data_time: float = 0.0
+    forward_time: float = 0.0
+    backward_time: float = 0.0
+    batch: int = 0
+    losses: list[float] = field(default_factory=list)
+    gradients: NDArray[np.float64] | None = None
+    bad_samples: list[int] = field(default_factory=list)
+
+
+class Watch:
+    """A loop under observation, and its tables afterwards (or meanwhile).
+
+    ``steps`` and ``gradients`` are DataFrames. The gradients are those at the end of backward: before clipping. A
+    step's time runs from the fetch of its first batch to the end of the optimizer's step, so validation in between
+    is in no step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, out: Path | None) -> None:
+        if not isinstance(model, nn.Module):
+            raise DxdyError(f"watch: expected a torch.nn.Module as model, got {type(model).__name__}.")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise DxdyError(f"watch: expected a torch.optim.Optimizer as optimizer, got {type(optimizer).__name__}.")
+        self._parameters = dict(model.named_parameters())
+        if not self._parameters:
+            raise DxdyError("watch: the model has no parameters, so there are no gradients to observe.")
+        self.model, self.optimizer, self.out = model, optimizer, out
+        shapes = tuple(tuple(p.shape) for p in self._parameters.values())
+        self._layout = Layout(tuple(self._parameters), shapes)
+        self._writer: TraceWriter | None = None
+        self._cleanup = ExitStack()
+        self._process = psutil.Process()
+        self._count = 0
+        self._step = _Step()
+        self._batch: Any = None
+        self._forward_started = self._update_started = 0.0
+        self._weights: list[Tensor] | None = None
+
+    def __enter__(self) -> Self:
+        if self._writer is not None:
+            raise DxdyError("watch: this one was used already. Call dx.watch(...) again for another loop.")
+        self._writer = TraceWriter(self._layout, self.out)
+        handles = [
+            self.model.register_forward_pre_hook(self._before_forward),
+            self.model.register_forward_hook(self._after_forward, with_kwargs=True),
+            self.optimizer.register_step_pre_hook(self._before_update),
+            self.optimizer.register_step_post_hook(self._after_update),
+        ]
+        for handle in handles:
+            self._cleanup.callback(handle.remove)
+        # Tensor.backward looks this name up at every call, so one wrapper sees both ways of calling it.
+        self._replace(torch.autograd, "backward", self._observed_backward(torch.autograd.backward))
+        self._replace(DataLoader, "__iter__", self._observed_iter(DataLoader.__iter__))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+        if self._step.losses:  # a backward that no step followed: the loop ended before it, or broke
+            self._record(update_time=0.0, ratios=None, skipped=True)
+        if self._writer is not None:
+            self._writer.close()
+
+    @property
+    def trace(self) -> Trace:
+        """All records so far."""
+        if self._writer is None:
+            raise DxdyError("watch: nothing was observed yet. Train inside `with dx.watch(...) as w:`.")
+        return self._writer.read()
+
+    @property
+    def steps(self) -> "pd.DataFrame":
+        """One row a step: loss, lr, gradient norm before clipping, batch, times in seconds, memory in bytes."""
+        return self.trace.steps
+
+    @property
+    def gradients(self) -> "pd.DataFrame":
+        """One row for each step and parameter: mean, max, min, norm, nonzero, nonfinite, update_ratio."""
+        return self.trace.gradients
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of elements of each parameter."""
+        return self._layout.sizes
+
+    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
+        self._cleanup.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, wrapper)
+
+    def _observed_iter(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
+        @functools.wraps(original)
+        def observed(loader: Any) -> Iterator[Any]:
+            return _Fetches(original(loader), self._after_fetch)
+
+        return observed
+
+    def _observed_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def observed(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            started = self._begin()
+            original(tensors, *args, **kwargs)
+            self._step.backward_time += perf_counter() - started
+            self._after_backward(tensors)
+
+        return observed
+
+    def _begin(self) -> float:
+        now = perf_counter()
+        if not self._step.started:
+            self._step.started = now
+        return now
+
+    def _after_fetch(self, started: float, ended: float, batch: Any) -> None:
+        if not self._step.started:
+            self._step.started = started
+        self._step.data_time += ended - started
+        self._batch = batch
+
+    def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():  # validation: what it fetched belongs to no step
+            if not self._step.losses:
+                self._step = _Step()
+            return
+        self._forward_started = self._begin()
+
+    def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._step.forward_time += perf_counter() - self._forward_started
+            self._step.batch += _batch_size((*inputs, *named.values()))
+
+    def _after_backward(self, tensors: Any) -> None:
+        step = self._step
+        step.losses += [t.item() for t in ([tensors] if torch.is_tensor(tensors) else tensors) if t.numel() == 1]
+        step.gradients = describe([p.grad for p in self._parameters.values()])
+        if not all(map(math.isfinite, step.losses)) or np.nansum(step.gradients[:, NONFINITE]):
+            step.bad_samples += bad_samples(self._batch)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._begin()
+        if self._count % UPDATE_EVERY == 0:
+            self._weights = [p.detach().clone() for p in self._parameters.values()]
+        self._update_started = perf_counter()
+
+    def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        update_time = perf_counter() - self._update_started
+        ratios = None
+        if self._weights is not None:
+            ratios = update_ratios(self._weights, [p.detach() for p in self._parameters.values()])
+            self._weights = None
+        self._record(update_time, ratios, skipped=False)
+
+    def _record(self, update_time: float, ratios: NDArray[np.float64] | None, *, skipped: bool) -> None:
+        step, self._step = self._step, _Step()
+        rows = step.gradients
+        if rows is None:  # gradients that came from elsewhere than backward
+            rows = describe([p.grad for p in self._parameters.values()])
+        ratio = np.full(len(rows), np.nan) if ratios is None else ratios
+        values = {
+            "loss": sum(step.losses) / len(step.losses) if step.losses else math.nan,
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "grad_norm": total_norm(rows),
+            "effective_batch": step.batch,
+            "step_time": perf_counter() - step.started,
+            "data_time": step.data_time,
+            "forward_time": step.forward_time,
+            "backward_time": step.backward_time,
+            "update_time": update_time,
+            "memory": self._memory(),
+        }
+        assert self._writer is not None  # hooks exist only after __enter__
+        self._writer.append(
+            self._count, values, np.column_stack([rows, ratio]), skipped=skipped, bad_samples=step.bad_samples
+        )
+        self._count += 1
+
+    def _memory(self) -> float:
+        """Return the memory in use in bytes: what torch holds on a GPU, else what the process has resident."""
+        first = next(iter(self._parameters.values()))
+        if first.is_cuda:
+            return float(torch.cuda.memory_allocated(first.device))
+        return float(self._process.memory_info().rss)
+
+
+class _Fetches:
+    """A loader's iterator that tells how long each fetch took; everything else is the iterator's own."""
+
+    def __init__(self, iterator: Iterator[Any], tell: Callable[[float, float, Any], None]) -> None:
+        self._iterator, self._tell = iterator, tell
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        started = perf_counter()
+        batch = next(self._iterator)
+        self._tell(started, perf_counter(), batch)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._iterator)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def update_ratios(before: Sequence[Tensor], after: Sequence[Tensor]) -> NDArray[np.float64]:
+    """Return |after − before| / |before| of each tensor; NaN where a tensor was all zeros.
+
+    Examples
+    --------
+    >>> update_ratios([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 4.5])]).tolist()
+    [0.1]
+    """
+    pairs = [torch.stack([(a - b).norm(), b.norm()]) for a, b in zip(after, before, strict=True)]
+    change, size = torch.stack(pairs).double().cpu().numpy().T
+    return np.divide(change, size, out=np.full(len(pairs), np.nan), where=size > 0)
+
+
+def bad_samples(batch: Any) -> list[int]:
+    """Return the ids of a batch's samples whose own values are not finite; all its ids when every value is finite.
+
+    A batch tells its ids by a field ``ids`` (a named tuple); without one nobody knows them, and the list is empty.
+    """
+    ids = getattr(batch, "ids", None)
+    if not torch.is_tensor(ids):
+        return []
+    bad = torch.zeros(len(ids), dtype=torch.bool)
+    for part in batch:
+        if torch.is_tensor(part) and part.is_floating_point() and len(part) == len(ids):
+            bad |= ~torch.isfinite(part.cpu()).flatten(1).all(1) if part.dim() > 1 else ~torch.isfinite(part.cpu())
+    chosen = ids[bad] if bad.any() else ids
+    return [int(i) for i in chosen]
+
+
+def _batch_size(values: Sequence[Any]) -> int:
+    """Return the first dimension of the first tensor that a forward was called with; 0 when there is none."""
+    return next((len(value) for value in values if torch.is_tensor(value) and value.dim() > 0), 0)

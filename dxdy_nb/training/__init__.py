@@ -1,0 +1,1 @@
+"""The reference loop: data, models, and one run from a configuration."""

@@ -1,0 +1,133 @@
+"""Small data: real digits with a fixed split, and seeded synthetic sets."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from dxdy_nb.errors import DxdyError, suggestion
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+
+
+class Batch(NamedTuple):
+    """One batch, or one sample: inputs, targets, and the ids by which a finding names a sample."""
+
+    x: Tensor
+    y: Tensor
+    ids: Tensor
+
+
+@dataclass(frozen=True)
+class Samples(Dataset[Batch]):
+    """A data set in memory, in index order.
+
+    Parameters
+    ----------
+    x : inputs, (N, ...)
+    y : targets, (N,), int64
+    ids : where each sample stands in the whole data set, (N,), int64
+    """
+
+    x: Tensor
+    y: Tensor
+    ids: Tensor
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int) -> Batch:
+        return Batch(self.x[index], self.y[index], self.ids[index])
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Training, validation and test samples of one data set, and how many classes it has."""
+
+    train: Samples
+    validation: Samples
+    test: Samples
+    classes: int
+
+
+def load(name: str, seed: int = 0) -> Splits:
+    """Return a data set by name: ``digits``, ``spirals`` or ``sequences`` (the last two are drawn from ``seed``).
+
+    Raises
+    ------
+    DxdyError
+        An unknown name, or a data file that is missing or damaged.
+
+    Examples
+    --------
+    >>> splits = load("digits")
+    >>> len(splits.train), len(splits.validation), len(splits.test)
+    (1199, 299, 299)
+    """
+    makers = {"digits": lambda: digits(), "spirals": lambda: spirals(seed), "sequences": lambda: sequences(seed)}
+    if name not in makers:
+        raise DxdyError(f"no data set is called {name!r}.{suggestion(name, makers)}")
+    return makers[name]()
+
+
+def loader(samples: Samples, batch_size: int, *, shuffle_seed: int | None = None) -> DataLoader[Batch]:
+    """Return batches of ``Batch``: in index order, or shuffled in an order that the seed alone decides."""
+    if shuffle_seed is None:
+        return DataLoader(samples, batch_size)
+    return DataLoader(samples, batch_size, shuffle=True, generator=torch.Generator().manual_seed(shuffle_seed))
+
+
+def digits() -> Splits:
+    """Return the 1,797 handwritten digits, (N, 1, 8, 8) float32 in [0, 1], in their fixed split.
+
+    Source: Alpaydin and Kaynak 1998; see ``data/DATA_CARD.md``.
+    """
+    with np.load(verified(DATA / "digits.npz"), allow_pickle=False) as stored:
+        x = torch.from_numpy(stored["images"]).float().unsqueeze(1) / 16  # counts of 0..16 ink pixels
+        y = torch.from_numpy(stored["labels"]).long()
+        parts = {name: torch.from_numpy(stored[name]).long() for name in ("train", "validation", "test")}
+    return Splits(**{name: Samples(x[ids], y[ids], ids) for name, ids in parts.items()}, classes=10)
+
+
+def verified(path: Path) -> Path:
+    """Return the path of a data file after comparing its sha256 with ``SHA256SUMS`` beside it."""
+    sums = dict(reversed(line.split()) for line in (path.parent / "SHA256SUMS").read_text().splitlines())
+    if not path.exists():
+        raise DxdyError(f"{path}: missing. Restore it with: git checkout -- {path.parent.name}/{path.name}")
+    seen = hashlib.sha256(path.read_bytes()).hexdigest()
+    if seen != sums[path.name]:
+        raise DxdyError(
+            f"{path}: damaged. Its sha256 is {seen[:12]}…, SHA256SUMS says {sums[path.name][:12]}…. "
+            f"Restore it with: git checkout -- {path.parent.name}/{path.name}"
+        )
+    return path
+
+
+def spirals(seed: int = 0, per_class: int = 200, classes: int = 3, noise: float = 0.15) -> Splits:
+    """Return points on interleaved spiral arms, (N, 2) float32: no straight line separates them."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.arange(classes).repeat_interleave(per_class)
+    radius = torch.linspace(0.05, 1, per_class).repeat(classes)
+    wobble = noise * torch.randn(len(y), generator=generator)
+    angle = 4 * radius + y * (2 * torch.pi / classes) + wobble
+    x = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)  # (N, 2)
+    return _split(x, y, classes, generator)
+
+
+def sequences(seed: int = 0, count: int = 1500, length: int = 12, symbols: int = 8) -> Splits:
+    """Return token sequences, (N, length) int64; the target is the first token, so the net must carry it to the end."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(symbols, (count, length), generator=generator)
+    return _split(x, x[:, 0].clone(), symbols, generator)
+
+
+def _split(x: Tensor, y: Tensor, classes: int, generator: torch.Generator) -> Splits:
+    order = torch.randperm(len(y), generator=generator)
+    sixth = len(y) // 6
+    parts = {"validation": order[:sixth], "test": order[sixth : 2 * sixth], "train": order[2 * sixth :]}
+    return Splits(**{name: Samples(x[ids], y[ids], ids) for name, ids in parts.items()}, classes=classes)
