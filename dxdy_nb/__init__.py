@@ -25,7 +25,7 @@ _HOMES = {
     "train": "training.loop",
     "watch": "observe.observer",
 }
-__all__ = sorted(_HOMES)  # noqa: PLE0605 - one list of names is enough
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,13 +1,14 @@
 """The configuration of a run: every field is honoured by the training loop today."""
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -94,10 +95,12 @@ class RunConfig:
     def _conflicts(self) -> list[str]:
         """Return what is wrong between fields that are right one by one."""
         problems = []
-        if (self.model == "cnn") != (self.data == "digits") and self.model == "cnn":
-            problems.append(f"model: 'cnn' needs images, data: {self.data!r} has none. Use data='digits' or another model.")
+        if self.model == "cnn" and self.data != "digits":
+            problems.append(f"model: 'cnn' needs images, data: {self.data!r} has none. Take another model.")
         if (self.model == "gru") != (self.data == "sequences"):
-            problems.append(f"model: {self.model!r} does not fit data: {self.data!r}. 'gru' and 'sequences' go together.")
+            problems.append(
+                f"model: {self.model!r} does not fit data: {self.data!r}. 'gru' and 'sequences' go together."
+            )
         if self.optimizer != "sgd" and self.momentum != type(self).momentum:
             problems.append(f"momentum: only optimizer='sgd' has one, {self.optimizer!r} would ignore {self.momentum}.")
         return problems
@@ -202,28 +205,26 @@ def _suggest(key: str, names: list[str]) -> str:
 
 def _coerce(name: str, kind: Any, value: Any, limits: Mapping[str, Any]) -> tuple[Any, str | None]:
     """Return a field's value as its type asks, and what is wrong with it."""
-    choices = get_args(kind) if getattr(kind, "__origin__", None) is Literal else None
-    if choices:
-        known = value in choices if isinstance(value, str) else False
-        hint = "" if known or not isinstance(value, str) else suggestion(value, choices)
-        hint = hint if "Did you mean" in hint else ""
-        return value, None if known else f"{name}: expected one of {', '.join(choices)}; got {value!r}.{hint}".rstrip(".")
-    if value is None and type(None) in get_args(kind):
+    choices = get_args(kind)
+    if get_origin(kind) is Literal:
+        near = difflib.get_close_matches(str(value), choices, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        allowed = f"one of {', '.join(choices)}"
+        return value, None if value in choices else f"{name}: expected {allowed}; got {value!r}.{hint}"
+    if value is None and type(None) in choices:
         return None, None
-    whole = kind is int or int in get_args(kind)
+    whole = int in (kind, *choices)
     number = as_number(value)
-    allowed = f"{_range(limits, whole)}{', or null' if type(None) in get_args(kind) else ''}"
-    problem = f"{name}: expected {allowed}, got {value!r}"
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
-        return value, problem
-    if whole and number != int(number):
-        return value, problem
-    number = int(number) if whole else float(number)
-    below = number <= limits["low"] if limits["open_low"] else number < limits["low"]
-    return number, problem if below or number > limits["high"] else None
+    fits = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    fits = fits and (not whole or number == int(number))
+    if fits:
+        number = int(number) if whole else float(number)
+        fits = limits["low"] <= number <= limits["high"] and not (limits["open_low"] and number == limits["low"])
+    allowed = f"{_range(limits, whole)}{', or null' if type(None) in choices else ''}"
+    return number, None if fits else f"{name}: expected {allowed}, got {value!r}"
 
 
 def _range(limits: Mapping[str, Any], whole: bool) -> str:
     low = f"above {limits['low']}" if limits["open_low"] else f"from {limits['low']}"
     join = " and at most" if limits["open_low"] else " to"
-    return f"a {'whole ' if whole else ''}number {low}{join} {limits['high']:g}"
+    return f"a {'whole ' if whole else ''}number {low}{join} {limits['high']:,}"

@@ -147,7 +147,9 @@ class Lesson:
             return Note("open", f"{question}: measured {_show(measured)}. You made no prediction.")
         if _agrees(guess, measured):
             return Note("right", f"{question}: you said {_show(guess)}, measured {_show(measured)}.")
-        return Note("wrong", f"{question}: you said {_show(guess)}, measured {_show(measured)}. Say why before you go on.")
+        return Note(
+            "wrong", f"{question}: you said {_show(guess)}, measured {_show(measured)}. Say why before you go on."
+        )
 
     def check(self, name: str, answer: Any) -> Note:
         """Judge an answer: attempted, type, shape, dtype, finite, value, in this order; the first that fails is told.
@@ -247,7 +249,7 @@ def _judge_order(exercise: Exercise, answer: Any) -> str | None:
 
 
 def _untouched(exercise: Exercise, answer: Any) -> bool:
-    """Return whether the lesson's placeholder ``...`` is still there: as the answer, in it, or in the function's body."""
+    """Return whether the placeholder ``...`` is still there: as the answer, in it, or in the function's body."""
     if answer is None or answer is ... or (isinstance(answer, (list, tuple)) and ... in answer):
         return True
     if not callable(answer) or not exercise.trials:
@@ -271,7 +273,7 @@ def _differs(exercise: Exercise, answer: Any, right: Any) -> str | None:
     if isinstance(right, (str, bool)) or right is None:
         if type(answer) is not type(right):
             return f"expected {_kind(right)}, this is {_kind(answer)}."
-        same = answer.strip().casefold() == right.casefold() if isinstance(right, str) else answer is right
+        same = str(answer).strip().casefold() == right.casefold() if isinstance(right, str) else answer is right
         return None if same else f"not so. A right answer: {exercise.asks}."
     if isinstance(right, (list, tuple)) and isinstance(answer, (list, tuple)):
         if len(answer) != len(right):

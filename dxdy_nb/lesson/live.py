@@ -50,14 +50,14 @@ class LiveView:
                 closing.callback(steps.close)
             if not attended():
                 closing.callback(self._leave_picture)
-                for last in steps:
+                for last in steps:  # noqa: B007 - it is returned
                     pass
                 return last
             panel = closing.enter_context(_panel(self))
             closing.enter_context(_messages_while_running())
             drawn = pumped = time.monotonic()
             cost = 0.0
-            for last in steps:
+            for last in steps:  # noqa: B007 - it is returned
                 now = time.monotonic()
                 if now - drawn >= max(FIRST_WAIT, cost / SHARE):
                     panel.draw(self.record)

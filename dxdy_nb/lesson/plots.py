@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 
-def new_figure(alt: str, width: float = 8.0, height: float = 3.0, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+def new_figure(
+    alt: str, width: float = 8.0, height: float = 3.0, rows: int = 1, columns: int = 1
+) -> tuple[Figure, Any]:
     """Return an empty figure (inches) and its axes, as an array of shape (rows, columns).
 
     Examples
@@ -133,7 +135,7 @@ def root_mean_square(norms: "pd.Series[float]", sizes: Mapping[str, int]) -> "pd
     A norm grows with a tensor's size; the root mean square does not, so it compares tensors of any size.
     """
     table = norms.unstack("parameter", sort=False)
-    return table / np.sqrt([sizes[str(name)] for name in table.columns])
+    return table.div(np.sqrt([sizes[str(name)] for name in table.columns]), axis="columns")
 
 
 def _panels(figure: Figure | None, alt: str) -> tuple[Figure, Any]:
@@ -167,7 +169,10 @@ def _heat_map(figure: Figure, ax: Any, rms: "pd.DataFrame") -> None:
 
 
 def _update_ratios(ax: Any, ratios: "pd.Series[float]") -> None:
-    """Draw |update| / |weight| where it was sampled; grey is the decade around 1e-3, a rule of thumb (CS231n), no limit."""
+    """Draw |update| / |weight| where it was sampled.
+
+    Grey is the decade around 1e-3: a rule of thumb of the CS231n notes, no threshold.
+    """
     table = ratios.unstack("parameter", sort=False).dropna(how="all")
     ax.axhspan(10**-3.5, 10**-2.5, color="0.9")
     for name in table.columns:

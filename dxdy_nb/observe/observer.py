@@ -2,6 +2,8 @@
 
 import functools
 import math
+import mmap
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dxdy_nb.errors import DxdyError
-from dxdy_nb.observe.statistics import COLUMNS, describe, total_norm
+from dxdy_nb.observe.statistics import COLUMNS, Statistics, total_norm, update_ratios
 from dxdy_nb.observe.trace import Layout, Trace, TraceWriter
 
 if TYPE_CHECKING:
@@ -88,15 +90,16 @@ class Watch:
             raise DxdyError(f"watch: expected a torch.nn.Module as model, got {type(model).__name__}.")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise DxdyError(f"watch: expected a torch.optim.Optimizer as optimizer, got {type(optimizer).__name__}.")
-        self._parameters = dict(model.named_parameters())
-        if not self._parameters:
+        parameters = dict(model.named_parameters())
+        if not parameters:
             raise DxdyError("watch: the model has no parameters, so there are no gradients to observe.")
         self.model, self.optimizer, self.out = model, optimizer, out
-        shapes = tuple(tuple(p.shape) for p in self._parameters.values())
-        self._layout = Layout(tuple(self._parameters), shapes)
+        self._tensors = list(parameters.values())
+        self._layout = Layout(tuple(parameters), tuple(tuple(p.shape) for p in self._tensors))
+        self._statistics = Statistics()
         self._writer: TraceWriter | None = None
         self._cleanup = ExitStack()
-        self._process = psutil.Process()
+        self._memory = _memory_reader(self._tensors[0].device)
         self._count = 0
         self._step = _Step()
         self._batch: Any = None
@@ -194,26 +197,26 @@ class Watch:
     def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if torch.is_grad_enabled():
             self._step.forward_time += perf_counter() - self._forward_started
-            self._step.batch += _batch_size((*inputs, *named.values()))
+            self._step.batch += _batch_size(inputs) or _batch_size(tuple(named.values()))
 
     def _after_backward(self, tensors: Any) -> None:
         step = self._step
         step.losses += [t.item() for t in ([tensors] if torch.is_tensor(tensors) else tensors) if t.numel() == 1]
-        step.gradients = describe([p.grad for p in self._parameters.values()])
+        step.gradients = self._statistics.describe([p.grad for p in self._tensors])
         if not all(map(math.isfinite, step.losses)) or np.nansum(step.gradients[:, NONFINITE]):
             step.bad_samples += bad_samples(self._batch)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._begin()
         if self._count % UPDATE_EVERY == 0:
-            self._weights = [p.detach().clone() for p in self._parameters.values()]
+            self._weights = [p.detach().clone() for p in self._tensors]
         self._update_started = perf_counter()
 
     def _after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         update_time = perf_counter() - self._update_started
         ratios = None
         if self._weights is not None:
-            ratios = update_ratios(self._weights, [p.detach() for p in self._parameters.values()])
+            ratios = update_ratios(self._weights, [p.detach() for p in self._tensors])
             self._weights = None
         self._record(update_time, ratios, skipped=False)
 
@@ -221,8 +224,7 @@ class Watch:
         step, self._step = self._step, _Step()
         rows = step.gradients
         if rows is None:  # gradients that came from elsewhere than backward
-            rows = describe([p.grad for p in self._parameters.values()])
-        ratio = np.full(len(rows), np.nan) if ratios is None else ratios
+            rows = self._statistics.describe([p.grad for p in self._tensors])
         values = {
             "loss": sum(step.losses) / len(step.losses) if step.losses else math.nan,
             "lr": float(self.optimizer.param_groups[0]["lr"]),
@@ -236,17 +238,8 @@ class Watch:
             "memory": self._memory(),
         }
         assert self._writer is not None  # hooks exist only after __enter__
-        self._writer.append(
-            self._count, values, np.column_stack([rows, ratio]), skipped=skipped, bad_samples=step.bad_samples
-        )
+        self._writer.append(self._count, values, rows, ratios, skipped=skipped, bad_samples=step.bad_samples)
         self._count += 1
-
-    def _memory(self) -> float:
-        """Return the memory in use in bytes: what torch holds on a GPU, else what the process has resident."""
-        first = next(iter(self._parameters.values()))
-        if first.is_cuda:
-            return float(torch.cuda.memory_allocated(first.device))
-        return float(self._process.memory_info().rss)
 
 
 class _Fetches:
@@ -271,19 +264,6 @@ class _Fetches:
         return getattr(self._iterator, name)
 
 
-def update_ratios(before: Sequence[Tensor], after: Sequence[Tensor]) -> NDArray[np.float64]:
-    """Return |after − before| / |before| of each tensor; NaN where a tensor was all zeros.
-
-    Examples
-    --------
-    >>> update_ratios([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 4.5])]).tolist()
-    [0.1]
-    """
-    pairs = [torch.stack([(a - b).norm(), b.norm()]) for a, b in zip(after, before, strict=True)]
-    change, size = torch.stack(pairs).double().cpu().numpy().T
-    return np.divide(change, size, out=np.full(len(pairs), np.nan), where=size > 0)
-
-
 def bad_samples(batch: Any) -> list[int]:
     """Return the ids of a batch's samples whose own values are not finite; all its ids when every value is finite.
 
@@ -298,6 +278,21 @@ def bad_samples(batch: Any) -> list[int]:
             bad |= ~torch.isfinite(part.cpu()).flatten(1).all(1) if part.dim() > 1 else ~torch.isfinite(part.cpu())
     chosen = ids[bad] if bad.any() else ids
     return [int(i) for i in chosen]
+
+
+def _memory_reader(device: torch.device) -> Callable[[], float]:
+    """Return a function for the bytes in use: what torch holds on a GPU, else what the process has resident.
+
+    Where Linux tells it in a file, that file is kept open: it is read at every step.
+    """
+    if device.type == "cuda":
+        return lambda: float(torch.cuda.memory_allocated(device))
+    try:
+        file = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 - closed when the function is let go
+    except OSError:
+        return lambda: float(psutil.Process().memory_info().rss)
+    page = mmap.PAGESIZE
+    return lambda: float(os.pread(file.fileno(), 64, 0).split()[1]) * page
 
 
 def _batch_size(values: Sequence[Any]) -> int:

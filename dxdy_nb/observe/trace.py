@@ -81,6 +81,9 @@ class TraceWriter:
         self.layout = layout
         self.folder = folder
         self._kept: list[bytes] = []
+        record = np.zeros(1, layout.record)  # filled anew at each step, and written as it lies
+        self._fields = {name: record[name] for name in layout.record.names or ()}
+        self._bytes = record.view(np.uint8).data
         self._file: int | None = None
         if folder is not None:
             self._file = _create(layout, folder)
@@ -90,27 +93,28 @@ class TraceWriter:
         step: int,
         values: Mapping[str, float],
         gradients: NDArray[np.float64],
+        update_ratios: NDArray[np.float64] | None = None,
         *,
         skipped: bool = False,
         bad_samples: Sequence[int] = (),
     ) -> None:
         """Store one step; the call returns when the operating system has it."""
-        record = np.zeros(1, self.layout.record)
-        record["step"] = step
-        record["values"] = [values[name] for name in STEP_COLUMNS]
-        record["skipped"] = skipped
-        record["bad_count"] = len(bad_samples)
-        record["bad_samples"][0, : len(bad_samples)] = list(bad_samples)[:MAX_BAD_SAMPLES]
-        record["gradients"] = gradients
-        record["crc"] = zlib.crc32(record.tobytes()[:-4])
-        data = record.tobytes()
-        if self._file is None or not self._write(self._file, data, step):
-            self._kept.append(data)
+        fields = self._fields
+        fields["step"][0] = step
+        fields["values"][0] = [values[name] for name in STEP_COLUMNS]
+        fields["skipped"][0] = skipped
+        fields["bad_count"][0] = len(bad_samples)
+        if bad_samples:
+            fields["bad_samples"][0, : len(bad_samples)] = bad_samples[:MAX_BAD_SAMPLES]
+        fields["gradients"][0, :, :-1] = gradients
+        fields["gradients"][0, :, -1] = np.nan if update_ratios is None else update_ratios
+        fields["crc"][0] = zlib.crc32(self._bytes[:-4])
+        if self._file is None or not self._write(self._file, step):
+            self._kept.append(bytes(self._bytes))
 
-    def _write(self, file: int, data: bytes, step: int) -> bool:
+    def _write(self, file: int, step: int) -> bool:
         try:
-            written = os.write(file, data)
-            if written == len(data):
+            if os.write(file, self._bytes) == len(self._bytes):
                 return True
             reason = "no space left"
         except OSError as error:
@@ -125,7 +129,7 @@ class TraceWriter:
         os.pwrite(file, step.to_bytes(8, "little", signed=True), len(MAGIC))
         self.close()
         warnings.warn(
-            f"{self.folder}/trace.bin: {reason}. Training goes on; from step {step} on the record is kept in memory only.",
+            f"{self.folder}/trace.bin: {reason}. Training goes on; from step {step} on the record is in memory only.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -229,7 +233,9 @@ def _create(layout: Layout, folder: Path) -> int:
         (folder / "trace.json").write_text(json.dumps(description, indent=1) + "\n")
         os.write(file, MAGIC + (-1).to_bytes(8, "little", signed=True))
     except FileExistsError:
-        raise DxdyError(f"{folder}: already holds a trace. Give another folder; nothing recorded is overwritten.") from None
+        raise DxdyError(
+            f"{folder}: already holds a trace. Give another folder; nothing recorded is overwritten."
+        ) from None
     except OSError as error:
         raise DxdyError(f"{folder}: cannot be written ({error.strerror}). Give a folder that can, as out=.") from None
     return file
@@ -242,7 +248,9 @@ def _read_layout(folder: Path) -> Layout:
         names = tuple(entry["name"] for entry in described["parameters"])
         layout = Layout(names, tuple(tuple(entry["shape"]) for entry in described["parameters"]))
         if described["record_bytes"] != layout.record.itemsize:
-            raise DxdyError(f"{path}: written by another version of this package (records of {described['record_bytes']} bytes).")
+            raise DxdyError(
+                f"{path}: written by another version of this package (records of {described['record_bytes']} bytes)."
+            )
     except OSError as error:
         raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is {folder} a run's folder?") from None
     except (ValueError, KeyError, TypeError):

@@ -96,7 +96,8 @@ def digits() -> Splits:
 
 def verified(path: Path) -> Path:
     """Return the path of a data file after comparing its sha256 with ``SHA256SUMS`` beside it."""
-    sums = dict(reversed(line.split()) for line in (path.parent / "SHA256SUMS").read_text().splitlines())
+    lines = (path.parent / "SHA256SUMS").read_text().splitlines()
+    sums = {name: digest for digest, name in (line.split() for line in lines)}
     if not path.exists():
         raise DxdyError(f"{path}: missing. Restore it with: git checkout -- {path.parent.name}/{path.name}")
     seen = hashlib.sha256(path.read_bytes()).hexdigest()

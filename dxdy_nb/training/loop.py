@@ -1,8 +1,10 @@
 """The reference loop: one device, plain torch, readable from top to bottom."""
 
+import itertools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,34 +62,36 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     config.save(folder / "config.yaml")
     write_environment(folder, model, data.train)
     with Recorder(folder, kind="training", metrics={}, validation=[]) as recorder, watch(model, optimizer, out=folder):
-        status, reason = "completed", None
-        step = 0
-        with tqdm(total=int(total), desc="train", unit="step", disable=not attended(), leave=False) as bar:
-            for epoch in range(config.epochs):
-                for x, y, ids in loader:
-                    if step == total:
-                        break
-                    loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)
-                    if not math.isfinite(loss):
-                        reason = f"loss is {loss} at step {step}; sample ids of its batch: {ids.tolist()}"
-                        status = "diverged"
-                        break
-                    scheduler.step()
-                    step += 1
-                    bar.update()
-                if status == "diverged":
-                    break
-                if (epoch + 1) % config.validate_every == 0 or step == total:
-                    row = {"step": step, **evaluate(model, data.validation, loss_fn)}
-                    recorder.write(validation=[*recorder.result["validation"], row])
-                if step == total:
-                    break
-        metrics = {"steps": step}
-        if status == "completed":
-            for name, part in (("validation", data.validation), ("test", data.test)):
-                metrics |= {f"{name}_{key}": value for key, value in evaluate(model, part, loss_fn).items()}
-        recorder.write(status=status, reason=reason, metrics=metrics)
-    return Run(folder, status, reason, config, metrics, recorder.result["validation"], model)
+        validation: list[dict[str, float]] = []
+        for step, (x, y, ids) in enumerate(progress(batches(loader, int(total)), int(total)), start=1):
+            loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)
+            if not math.isfinite(loss):
+                reason = f"the loss is {loss} at step {step - 1}; sample ids of its batch: {ids.tolist()}"
+                recorder.write(status="diverged", reason=reason)
+                break
+            scheduler.step()
+            if step % (config.validate_every * len(loader)) == 0 or step == total:
+                validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
+                recorder.write(validation=validation, metrics=named("validation", validation[-1]))
+        else:
+            test = named("test", evaluate(model, data.test, loss_fn))
+            recorder.write(status="completed", metrics={**recorder.result["metrics"], **test})
+    return replace(Run.load(folder), model=model)
+
+
+def batches(loader: DataLoader[datasets.Batch], total: int) -> Iterator[datasets.Batch]:
+    """Return ``total`` batches: the loader once over is an epoch, and each epoch has an order of its own."""
+    return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), total)
+
+
+def progress(steps: Iterable[datasets.Batch], total: int) -> Iterable[datasets.Batch]:
+    """Return the same steps with a progress bar where somebody is watching."""
+    return tqdm(steps, total=total, desc="train", unit="step", disable=not attended(), leave=False)
+
+
+def named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
+    """Return loss and accuracy under names that tell where they were measured."""
+    return {f"{prefix}_{name}": metrics[name] for name in ("loss", "accuracy")}
 
 
 def train_step(
@@ -111,7 +115,7 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, samples: datasets.Samples, loss_fn: LossFn, batch_size: int = 512) -> dict[str, float]:
-    """Return mean loss and accuracy over all samples, in eval mode and without a graph; then back to the mode before."""
+    """Return mean loss and accuracy over all samples, in eval mode and without a graph."""
     training = model.training
     device = next(model.parameters()).device
     model.eval()
@@ -155,10 +159,11 @@ def pick_loss(name: str) -> LossFn:
 
 def pick_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Return the configured optimizer over all parameters of a model."""
-    shared = {"lr": config.lr, "weight_decay": config.weight_decay}
+    lr, weight_decay = config.lr, config.weight_decay
     if config.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), momentum=config.momentum, **shared)
-    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer](model.parameters(), **shared)
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=config.momentum, weight_decay=weight_decay)
+    adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
+    return adam(model.parameters(), lr=lr, weight_decay=weight_decay)
 
 
 def lr_factor(config: RunConfig, step: int, total: int) -> float:

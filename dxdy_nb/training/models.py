@@ -78,15 +78,16 @@ def build(name: str, sample: Tensor, classes: int) -> nn.Module:
 
 
 def initialise(model: nn.Module, init: str) -> None:
-    """Redraw every weight matrix and convolution: ``xavier`` or ``kaiming`` (normal), biases zero; ``default`` is torch's own.
+    """Redraw all weights: ``xavier`` or ``kaiming`` (normal), and biases zero; ``default`` leaves torch's own.
 
     Sources: Glorot and Bengio 2010; He et al. 2015.
     """
     if init == "default":
         return
-    draw = {"xavier": nn.init.xavier_normal_, "kaiming": lambda w: nn.init.kaiming_normal_(w, nonlinearity="relu")}[init]
     for parameter in model.parameters():
-        if parameter.dim() >= 2:
-            draw(parameter)
-        else:
+        if parameter.dim() < 2:
             nn.init.zeros_(parameter)
+        elif init == "xavier":
+            nn.init.xavier_normal_(parameter)
+        else:
+            nn.init.kaiming_normal_(parameter, nonlinearity="relu")

@@ -1,0 +1,65 @@
+# Each target does all the set-up it needs, in .venv and nowhere else; a second call installs nothing.
+#   make lab        open the workbook in JupyterLab      (ARGS=--no-browser prints the address)
+#   make run        execute every lesson                 (a table at the end)
+#   make test       what CI runs                         make test-all: everything, before work is called done
+#   make notebooks  rebuild the lessons from their sources (NAMES="02_hand_check")
+#   make nbval      compare every lesson with its stored outputs (NB=notebooks/02_hand_check.ipynb)
+
+PYTHON ?= python3
+BIN := .venv/bin
+PY := $(BIN)/python
+ARGS ?=
+NAMES ?=
+NB ?= $(wildcard notebooks/*.ipynb)
+PYTEST := $(PY) -m pytest -q
+
+.PHONY: lab run test test-all lint unit notebooks notebooks-check nbval bench clean
+
+lab: .venv/.installed
+	$(BIN)/dxdy lab $(ARGS)
+
+run: .venv/.installed
+	$(BIN)/dxdy run --all $(ARGS)
+
+test: lint notebooks-check unit nbval
+
+test-all: lint notebooks-check nbval
+	$(PYTEST)
+
+lint: .venv/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(PY) tests/size.py
+
+unit: .venv/.installed-test
+	$(PYTEST) -m "not slow"
+
+notebooks: .venv/.installed
+	$(PY) notebooks/build.py $(NAMES)
+
+notebooks-check: .venv/.installed
+	$(PY) notebooks/build.py --check $(NAMES)
+
+nbval: .venv/.installed-test
+	PYTHONPATH=tests $(PYTEST) -p nbval_strict --nbval --nbval-current-env --nbval-cell-timeout=300 $(NB)
+
+bench: .venv/.installed-test
+	$(PY) benchmarks/loop.py
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/.installed-test: .venv/.installed
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	@touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dxdy_nb.egg-info

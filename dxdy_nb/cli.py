@@ -1,0 +1,111 @@
+"""The command ``dxdy``."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dxdy_nb.config import parse_assignments
+from dxdy_nb.errors import DxdyError
+from dxdy_nb.runs import lessons
+
+DESCRIPTION = "How gradients flow through PyTorch training, and what is wrong with yours."
+FINE, PROBLEM, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 fine, 1 a failed run, 2 bad input, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except DxdyError as error:
+        print(f"dxdy: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("dxdy: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dxdy", description="How gradients flow through PyTorch training, and what is wrong with yours."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    lab = _command(commands, "lab", _lab, "open the workbook in JupyterLab", "dxdy lab --no-browser")
+    lab.add_argument("--no-browser", action="store_true", help="only print the address")
+    lab.add_argument("--port", type=int, default=8888, help="the first port to try (default %(default)s)")
+
+    run = _command(
+        commands,
+        "run",
+        _run,
+        "run a lesson with parameters, or all lessons",
+        "dxdy run 03_baseline_run -p lr=0.1 -p seed=1",
+    )
+    run.add_argument("lesson", nargs="?", help="a lesson's name or number")
+    run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    run.add_argument("--all", action="store_true", help="every lesson, one after another")
+    run.add_argument("--out", type=Path, help="the run's folder (default runs/<id>/ under the current directory)")
+    run.add_argument("--json", action="store_true", help="print the results as JSON")
+    return parser
+
+
+def _command(commands: Any, name: str, function: Any, help_text: str, example: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help_text, description=help_text, epilog=f"example: {example}")
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _lab(options: argparse.Namespace) -> int:
+    """Start JupyterLab on the first lesson: on this machine only, with a token that it makes itself and prints."""
+    first = lessons.NOTEBOOKS / f"{lessons.names()[0]}.ipynb"
+    command = [
+        *(sys.executable, "-m", "jupyterlab", str(first)),
+        "--ServerApp.ip=127.0.0.1",
+        f"--ServerApp.port={options.port}",
+        f"--ServerApp.root_dir={lessons.NOTEBOOKS.parent}",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+        *(["--no-browser"] if options.no_browser else []),
+        # Jupyter refuses to run as root unless told: in a container root is the usual user.
+        *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
+    ]
+    return subprocess.run(command).returncode
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.all == bool(options.lesson):
+        raise DxdyError("run: name one lesson, or --all. Lessons: " + ", ".join(lessons.names()))
+    if options.all and (options.parameter or options.out):
+        raise DxdyError("run --all: takes no -p and no --out, since lessons have different parameters.")
+    given = parse_assignments(options.parameter)
+    done = []
+    for lesson in lessons.names() if options.all else [options.lesson]:
+        done.append(lessons.run(lesson, given, options.out))
+        if done[-1].failure:  # at once: nobody should wait for the other lessons to learn of it
+            print(f"{done[-1].lesson}: {done[-1].failure}\n", file=sys.stderr)
+    if options.json:
+        print(json.dumps([{**asdict(one), "notebook": str(one.notebook)} for one in done], indent=1))
+    else:
+        print(_table(done))
+    return FINE if all(one.status == "completed" for one in done) else PROBLEM
+
+
+def _table(done: Sequence[lessons.LessonRun]) -> str:
+    rows = [("lesson", "status", "seconds", "executed copy")]
+    rows += [(one.lesson, one.status, f"{one.seconds:.1f}", str(one.notebook)) for one in done]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if len(done) == 1 and done[0].metrics:
+        lines += ["", *(f"{name} = {value}" for name, value in done[0].metrics.items())]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
