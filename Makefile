@@ -37,10 +37,10 @@ unit: .venv/.installed-test
 	$(PYTEST) -m "not slow"
 
 notebooks: .venv/.installed
-	$(PY) notebooks/build.py $(NAMES)
+	$(PY) notebooks/src/build.py $(NAMES)
 
 notebooks-check: .venv/.installed
-	$(PY) notebooks/build.py --check $(NAMES)
+	$(PY) notebooks/src/build.py --check $(NAMES)
 
 nbval: .venv/.installed-test
 	PYTHONPATH=tests $(PYTEST) -p nbval_strict --nbval --nbval-current-env --nbval-cell-timeout=300 $(NB)

@@ -64,19 +64,25 @@ def _command(commands: Any, name: str, function: Any, help_text: str, example: s
 
 def _lab(options: argparse.Namespace) -> int:
     """Start JupyterLab on the first lesson: on this machine only, with a token that it makes itself and prints."""
-    first = lessons.NOTEBOOKS / f"{lessons.names()[0]}.ipynb"
     command = [
-        *(sys.executable, "-m", "jupyterlab", str(first)),
+        *(sys.executable, "-m", "jupyterlab"),
         "--ServerApp.ip=127.0.0.1",
         f"--ServerApp.port={options.port}",
         f"--ServerApp.root_dir={lessons.NOTEBOOKS.parent}",
+        f"--LabApp.default_url=/lab/tree/{lessons.NOTEBOOKS.name}/{lessons.names()[0]}.ipynb",
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         *(["--no-browser"] if options.no_browser else []),
         # Jupyter refuses to run as root unless told: in a container root is the usual user.
         *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
     ]
-    return subprocess.run(command).returncode
+    # Settings for a person who opens the workbook for the first time: no question before the first lesson.
+    settings = Path(__file__).parent / "lesson" / "jupyter"
+    paths = [str(settings), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
+    try:
+        return subprocess.run(command, env={**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)}).returncode
+    except KeyboardInterrupt:  # Jupyter heard it too, and has said goodbye
+        return FINE
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -125,7 +125,7 @@ class RunConfig:
             values = yaml.safe_load(Path(path).read_text())
         except OSError as error:
             raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is the path right?") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or a date that is none
             raise DxdyError(f"{path}: not YAML. {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise DxdyError(f"{path}: expected lines like 'lr: 0.1', got {type(values).__name__}.")
@@ -181,7 +181,7 @@ def parse_assignments(items: Iterable[str]) -> dict[str, Any]:
             raise DxdyError(f"{name.strip()}: given twice")
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):
             value = text
         values[name.strip()] = as_number(value)
     return values
@@ -215,11 +215,11 @@ def _coerce(name: str, kind: Any, value: Any, limits: Mapping[str, Any]) -> tupl
         return None, None
     whole = int in (kind, *choices)
     number = as_number(value)
-    fits = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number)
+    fits = isinstance(number, (int, float)) and not isinstance(number, bool)
+    fits = fits and limits["low"] <= number <= limits["high"] and not (limits["open_low"] and number == limits["low"])
     fits = fits and (not whole or number == int(number))
     if fits:
         number = int(number) if whole else float(number)
-        fits = limits["low"] <= number <= limits["high"] and not (limits["open_low"] and number == limits["low"])
     allowed = f"{_range(limits, whole)}{', or null' if type(None) in choices else ''}"
     return number, None if fits else f"{name}: expected {allowed}, got {value!r}"
 

@@ -1,14 +1,18 @@
 """Predictions that stand beside results, and checks that say what is wrong without saying the answer."""
 
+import copy
 import html
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from dxdy_nb.errors import DxdyError, suggestion
 
@@ -238,30 +242,40 @@ def _judge_function(exercise: Exercise, answer: Any) -> str | None:
 def _judge_order(exercise: Exercise, answer: Any) -> str | None:
     if not isinstance(answer, (list, tuple)):
         return f"a list of lines in order is asked for, this is {_kind(answer)}."
-    if sorted(map(str, answer)) != sorted(exercise.solution):
-        missing = [line for line in exercise.solution if line not in answer]
-        twice = [line for line in answer if list(answer).count(line) > 1]
+    lines = [str(line) for line in answer]
+    if sorted(lines) != sorted(exercise.solution):
+        missing = [line for line in exercise.solution if line not in lines]
         if missing:
             return f"every line is used once; missing here: {', '.join(missing)}."
-        return f"every line is used once; {twice[0] if twice else answer[-1]!r} should not be there (again)."
-    place = {line: list(answer).index(line) for line in exercise.solution}
+        extra = next(line for line in lines if line not in exercise.solution or lines.count(line) > 1)
+        return f"every line is used once; {extra!r} should not be there (again)."
+    place = {line: lines.index(line) for line in exercise.solution}
     return next((why for first, then, why in exercise.before if place[first] > place[then]), None)
 
 
 def _untouched(exercise: Exercise, answer: Any) -> bool:
     """Return whether the placeholder ``...`` is still there: as the answer, in it, or in the function's body."""
-    if answer is None or answer is ... or (isinstance(answer, (list, tuple)) and ... in answer):
+    if answer is None or _holds_dots(answer):
         return True
     if not callable(answer) or not exercise.trials:
         return False
     outcome = _call(answer, exercise.trials[0])
+    code = getattr(answer, "__code__", None)
+    empty = outcome is None and code is not None and len(code.co_code) <= len(_empty.__code__.co_code)
     inside = isinstance(outcome, (TypeError, AttributeError)) and "ellipsis" in str(outcome).lower()
-    return outcome is ... or inside
+    return empty or inside or _holds_dots(outcome)
+
+
+def _empty() -> None: ...
+
+
+def _holds_dots(value: Any) -> bool:
+    return value is ... or (isinstance(value, (list, tuple)) and any(map(_holds_dots, value)))
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Return a function's result, or the exception: the reader's mistake must not end the lesson."""
-    fresh = tuple(a.detach().clone().requires_grad_(a.requires_grad) if torch.is_tensor(a) else a for a in arguments)
+    fresh = copy.deepcopy(arguments)  # what one function changes in place, the next one must not see
     try:
         return function(*fresh)
     except Exception as error:
@@ -270,6 +284,8 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 
 def _differs(exercise: Exercise, answer: Any, right: Any) -> str | None:
     """Return the first property in which an answer differs from the right one."""
+    if isinstance(answer, np.generic):
+        answer = answer.item()
     if isinstance(right, (str, bool)) or right is None:
         if type(answer) is not type(right):
             return f"expected {_kind(right)}, this is {_kind(answer)}."
@@ -287,22 +303,35 @@ def _differs_in_number(exercise: Exercise, answer: Any, right: Any) -> str | Non
         return f"expected {_kind(right)}, this is {_kind(answer)}."
     if torch.is_tensor(right) and not torch.is_tensor(answer):
         return f"expected {_kind(right)}, this is {_kind(answer)}. Was .item() or float() called too early?"
-    a, r = torch.as_tensor(answer).detach(), torch.as_tensor(right).detach()
+    try:
+        r = _as_tensor(right)
+    except (TypeError, ValueError, RuntimeError):  # words, or whatever a typical mistake gives instead of a number
+        return f"expected {_kind(right)}, this is {_kind(answer)}."
+    a = _as_tensor(answer)
     if a.shape != r.shape:
         return f"expected shape {tuple(r.shape)}, got {tuple(a.shape)}. Which dimension was summed, kept or added?"
-    if torch.is_tensor(right) and a.dtype != r.dtype:
+    if (torch.is_tensor(right) or a.is_complex()) and a.dtype != r.dtype:
         return f"expected dtype {r.dtype}, got {a.dtype}. Where did the dtype change?"
     a, r = a.double(), r.double()
     if not bool(torch.isfinite(a).all()) and bool(torch.isfinite(r).all()):
         return "it is not finite. Which operation makes the first inf or nan?"
-    scale = max(float(r.abs().max()) if r.numel() else 0.0, 1e-12)
+    known = r[torch.isfinite(r)].abs()
+    scale = max(float(known.max()) if known.numel() else 0.0, 1e-12)
     if torch.allclose(a, r, rtol=exercise.rtol, atol=exercise.rtol * scale, equal_nan=True):
         return None
-    seen = "the sign is the wrong one" if torch.allclose(a, -r, rtol=1e-3) else "type and shape fit, the value does not"
+    turned = torch.allclose(a, -r, rtol=1e-3, atol=0)
+    seen = "the sign is the wrong one" if turned else "type and shape fit, the value does not"
     return f"{seen}. A right answer: {exercise.asks}."
 
 
+def _as_tensor(value: Any) -> Tensor:
+    if isinstance(value, (int, float)):  # float64, as precise as Python's own numbers
+        return torch.tensor(math.inf if abs(value) > sys.float_info.max else value, dtype=torch.float64)
+    return torch.as_tensor(value).detach().to_dense()
+
+
 def _agrees(guess: Any, measured: Any) -> bool:
+    guess, measured = _plain(guess), _plain(measured)
     if isinstance(measured, str) or isinstance(guess, str):
         return str(guess).strip().casefold() == str(measured).strip().casefold()
     if isinstance(measured, bool) or isinstance(guess, bool):
@@ -311,6 +340,12 @@ def _agrees(guess: Any, measured: Any) -> bool:
         return math.isclose(float(guess), float(measured), rel_tol=0.05)
     except (TypeError, ValueError):
         return bool(guess == measured)
+
+
+def _plain(value: Any) -> Any:
+    """Return what tensors, arrays and tuples hold, as numbers and lists."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _kind(value: Any) -> str:

@@ -12,7 +12,7 @@ from dxdy_nb.lesson import plots
 from dxdy_nb.runs.environment import attended
 
 T = TypeVar("T")
-SHARE = 0.05  # of the training time may go into drawing
+SHARE = 0.1  # of the time may go into drawing
 FIRST_WAIT = 0.3  # seconds between drawings at least: nobody follows more than three pictures a second
 PUMP_EVERY = 0.03  # seconds of training between two looks at the front end's messages
 
@@ -82,7 +82,7 @@ class _Panel:
     def __init__(self, view: LiveView) -> None:
         import ipywidgets
 
-        self.figure, _ = plots.new_figure("", 9.0, 5.4)
+        self.figure, _ = plots.new_figure("the run begins", 9.0, 5.4)
         self.image = ipywidgets.Image(format="png", value=plots.png(self.figure))
         self.stop = ipywidgets.Button(description="Stop", icon="stop", tooltip="End the run after this step")
         self.stop.on_click(lambda _: setattr(view, "stopped", True))
@@ -90,7 +90,7 @@ class _Panel:
 
     def draw(self, record: plots.Record) -> None:
         if len(record.steps):
-            self.image.value = plots.png(plots.training(record, self.figure))
+            self.image.value = plots.png(plots.training(record, self.figure), compress_level=1)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import functools
 import math
 import mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -201,9 +202,12 @@ class Watch:
 
     def _after_backward(self, tensors: Any) -> None:
         step = self._step
-        step.losses += [t.item() for t in ([tensors] if torch.is_tensor(tensors) else tensors) if t.numel() == 1]
+        losses = [t.item() for t in ([tensors] if torch.is_tensor(tensors) else tensors) if t.numel() == 1]
+        spoilt_before = step.gradients is not None and np.nansum(step.gradients[:, NONFINITE]) > 0
+        step.losses += losses
         step.gradients = self._statistics.describe([p.grad for p in self._tensors])
-        if not all(map(math.isfinite, step.losses)) or np.nansum(step.gradients[:, NONFINITE]):
+        spoilt = np.nansum(step.gradients[:, NONFINITE]) > 0
+        if not all(map(math.isfinite, losses)) or (spoilt and not spoilt_before):
             step.bad_samples += bad_samples(self._batch)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -270,11 +274,12 @@ def bad_samples(batch: Any) -> list[int]:
     A batch tells its ids by a field ``ids`` (a named tuple); without one nobody knows them, and the list is empty.
     """
     ids = getattr(batch, "ids", None)
-    if not torch.is_tensor(ids):
+    if not isinstance(batch, tuple) or not torch.is_tensor(ids):
         return []
+    ids = ids.reshape(-1)  # of a single sample it is a number
     bad = torch.zeros(len(ids), dtype=torch.bool)
     for part in batch:
-        if torch.is_tensor(part) and part.is_floating_point() and len(part) == len(ids):
+        if torch.is_tensor(part) and part.is_floating_point() and part.dim() and len(part) == len(ids):
             bad |= ~torch.isfinite(part.cpu()).flatten(1).all(1) if part.dim() > 1 else ~torch.isfinite(part.cpu())
     chosen = ids[bad] if bad.any() else ids
     return [int(i) for i in chosen]
@@ -288,11 +293,15 @@ def _memory_reader(device: torch.device) -> Callable[[], float]:
     if device.type == "cuda":
         return lambda: float(torch.cuda.memory_allocated(device))
     try:
-        file = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 - closed when the function is let go
+        file = os.open("/proc/self/statm", os.O_RDONLY)
     except OSError:
         return lambda: float(psutil.Process().memory_info().rss)
-    page = mmap.PAGESIZE
-    return lambda: float(os.pread(file.fileno(), 64, 0).split()[1]) * page
+
+    def resident() -> float:
+        return float(os.pread(file, 64, 0).split()[1]) * mmap.PAGESIZE
+
+    weakref.finalize(resident, os.close, file)
+    return resident
 
 
 def _batch_size(values: Sequence[Any]) -> int:

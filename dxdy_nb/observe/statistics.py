@@ -98,7 +98,9 @@ class Statistics:
 def total_norm(rows: Rows) -> float:
     """Return the L2 norm over all tensors together, as ``clip_grad_norm_`` would; NaN when there is none."""
     known = [row[3] for row in rows.tolist() if row[3] == row[3] or row[5] > 0]
-    return math.hypot(*known) if known else math.nan
+    if not known or any(norm != norm for norm in known):  # hypot would let an infinity outweigh a NaN
+        return math.nan
+    return math.hypot(*known)
 
 
 def update_ratios(before: Sequence[Tensor], after: Sequence[Tensor]) -> NDArray[np.float64]:
@@ -118,7 +120,7 @@ def flat(tensor: Tensor) -> tuple[Values, int]:
     """Return a tensor's values as a flat array, without copying where that is possible, and its number of elements."""
     if tensor.requires_grad:
         tensor = tensor.detach()
-    if tensor.dtype is torch.float32 and tensor.layout is torch.strided and not tensor.is_cuda:
+    if tensor.dtype is torch.float32 and tensor.layout is torch.strided and tensor.is_cpu:
         if tensor.is_contiguous():  # nearly always
             return tensor.numpy().reshape(-1), tensor.numel()
         if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
@@ -163,8 +165,9 @@ def _ones(dtype: np.dtype[np.floating]) -> Values:
 def _put_right(row: Rows, values: Values, size: int) -> None:
     """Correct a row whose squares left the range of float32: by NaN or infinity, or because they are tiny or huge."""
     row[5] = np.count_nonzero(~np.isfinite(values))
-    if not row[5]:
-        wide = values.astype(np.float64)
-        scale = float(np.abs(wide).max(initial=0.0)) or 1.0
+    wide = values.astype(np.float64)
+    with np.errstate(all="ignore"):
         row[0] = wide.sum() / size
-        row[3] = scale * np.linalg.norm(wide / scale)
+        if not row[5]:
+            scale = float(np.abs(wide).max(initial=0.0)) or 1.0
+            row[3] = scale * np.linalg.norm(wide / scale)

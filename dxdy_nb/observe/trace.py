@@ -5,6 +5,7 @@ not be stored, or -1), then holds one record a step, appended by one write each:
 was written before can be read.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -124,9 +125,11 @@ class TraceWriter:
 
     def _stop_writing(self, file: int, step: int, reason: str) -> None:
         """Cut the torn record, note in the header (which needs no new space) what is missing, and say so once."""
-        whole = (os.fstat(file).st_size - HEADER) // self.layout.record.itemsize
-        os.ftruncate(file, HEADER + whole * self.layout.record.itemsize)
-        os.pwrite(file, step.to_bytes(8, "little", signed=True), len(MAGIC))
+        with contextlib.suppress(OSError):  # a disk may refuse even that: a reader finds a torn record by itself
+            whole = (os.fstat(file).st_size - HEADER) // self.layout.record.itemsize
+            os.ftruncate(file, HEADER + whole * self.layout.record.itemsize)
+        with contextlib.suppress(OSError):
+            os.pwrite(file, step.to_bytes(8, "little", signed=True), len(MAGIC))
         self.close()
         warnings.warn(
             f"{self.folder}/trace.bin: {reason}. Training goes on; from step {step} on the record is in memory only.",

@@ -77,9 +77,9 @@ def load(name: str, seed: int = 0) -> Splits:
 
 def loader(samples: Samples, batch_size: int, *, shuffle_seed: int | None = None) -> DataLoader[Batch]:
     """Return batches of ``Batch``: in index order, or shuffled in an order that the seed alone decides."""
-    if shuffle_seed is None:
-        return DataLoader(samples, batch_size)
-    return DataLoader(samples, batch_size, shuffle=True, generator=torch.Generator().manual_seed(shuffle_seed))
+    # A generator in any case: without one each pass over the loader would draw from torch's global random state.
+    generator = torch.Generator().manual_seed(shuffle_seed or 0)
+    return DataLoader(samples, batch_size, shuffle=shuffle_seed is not None, generator=generator)
 
 
 def digits() -> Splits:

@@ -1,9 +1,9 @@
 """Build the lessons from their sources, or check that they are what a build would give.
 
-    python notebooks/build.py [NN_name ...]      execute and write the notebooks, outputs included
-    python notebooks/build.py --check            fail on a stale, unexecuted or noisy one; executes nothing
+    python notebooks/src/build.py [NN_name ...]      execute and write the notebooks, outputs included
+    python notebooks/src/build.py --check            fail on a stale, unexecuted or noisy one; executes nothing
 
-A source is a jupytext percent file in src/. The same source gives the same bytes on one machine, except in cells
+A source is a jupytext percent file here. The same source gives the same bytes on one machine, except in cells
 tagged nbval-ignore-output: ids come from the content, metadata that tells times or versions is left out.
 """
 
@@ -20,7 +20,8 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from tqdm import tqdm
 
-HERE = Path(__file__).resolve().parent
+SOURCES = Path(__file__).resolve().parent
+NOTEBOOKS = SOURCES.parent
 METADATA = {
     "kernelspec": {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"},
     "language_info": {"name": "python"},
@@ -31,7 +32,7 @@ NOISE = re.compile(r"0x[0-9a-f]{6,}|/(home|root|tmp|Users|usr)/|ipykernel_\d+|\d
 
 def sources(names: list[str]) -> list[Path]:
     """Return the sources of the named lessons, or of all."""
-    found = sorted(p for p in (HERE / "src").glob("[0-9][0-9]_*.py") if not p.stem.endswith("_exercises"))
+    found = sorted(p for p in SOURCES.glob("[0-9][0-9]_*.py") if not p.stem.endswith("_exercises"))
     unknown = set(names) - {p.stem for p in found}
     if unknown:
         sys.exit(f"no source for {', '.join(sorted(unknown))}; there are: {', '.join(p.stem for p in found)}")
@@ -69,21 +70,21 @@ def build(source: Path) -> Path:
         record_timing=False,
         store_widget_state=False,
         kernel_name="python3",
-        resources={"metadata": {"path": str(HERE)}},
+        resources={"metadata": {"path": str(NOTEBOOKS)}},
     )
     client.execute(env={**os.environ, "PYTHONHASHSEED": "0"})
     notebook.metadata = nbformat.from_dict(metadata)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
     nbformat.validate(notebook)
-    target = HERE / f"{source.stem}.ipynb"
+    target = NOTEBOOKS / f"{source.stem}.ipynb"
     nbformat.write(notebook, target)
     return target
 
 
 def problems(source: Path) -> list[str]:
     """Return what is wrong with the notebook that stands beside a source."""
-    target = HERE / f"{source.stem}.ipynb"
+    target = NOTEBOOKS / f"{source.stem}.ipynb"
     if not target.exists():
         return [f"{target.name}: not built"]
     stored, fresh = nbformat.read(target, as_version=4), load(source)

@@ -1,0 +1,1 @@
+"""What is kept of a run, a lesson's run too."""

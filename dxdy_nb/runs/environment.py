@@ -1,0 +1,69 @@
+"""Where a run took place: versions, code, device, and whether anybody is watching."""
+
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LARGEST_DIFF = 1_000_000  # characters: a diff is kept to be read
+
+
+def describe(model: torch.nn.Module | None = None, data: Any = None) -> dict[str, Any]:
+    """Return versions, commit, device, threads, precision and deterministic flags as plain values."""
+    commit = _git("rev-parse", "HEAD")
+    top = _git("rev-parse", "--show-toplevel")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: importlib.metadata.version(name) for name in ("torch", "numpy", "dxdy_nb")},
+        "project": Path(top.strip() if top else Path.cwd()).name,
+        "commit": commit.strip() if commit else None,
+        "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
+        "model": class_name(model),
+        "data": class_name(data),
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "threads": torch.get_num_threads(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+    }
+
+
+def uncommitted_diff() -> str:
+    """Return what differs from the last commit, cut where nobody would read on; empty outside a repository."""
+    return (_git("diff", "HEAD") or "")[:LARGEST_DIFF]
+
+
+def class_name(thing: Any) -> str | None:
+    """Return ``module.Class`` of an object."""
+    return None if thing is None else f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+def attended() -> bool:
+    """Return whether somebody is watching: a terminal, or a notebook in a front end that can ask its reader something.
+
+    JupyterLab offers standard input to the kernel with each cell; papermill, nbval and nbconvert do not. IPython is
+    asked only where it is loaded already.
+    """
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    if shell is None or not hasattr(shell, "get_parent"):
+        return sys.stderr.isatty()
+    return bool(shell.get_parent().get("content", {}).get("allow_stdin"))
+
+
+def _git(*arguments: str) -> str | None:
+    """Return what git says, or None where it is missing, slow, or this is no repository."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, timeout=10, check=True, errors="replace"
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout

@@ -1,0 +1,205 @@
+"""A lesson through papermill: checked before it starts, recorded like any other run."""
+
+import ast
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from dxdy_nb.config import as_number
+from dxdy_nb.errors import DxdyError, suggestion
+from dxdy_nb.runs import record
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+CELL_TIMEOUT = 1800  # seconds: a cell that takes longer hangs
+
+
+@dataclass(frozen=True)
+class LessonRun:
+    """One executed lesson: its status, its named results, and where the executed copy lies.
+
+    ``failure`` is the failed cell and its error, for people; None when nothing failed.
+    """
+
+    lesson: str
+    status: str
+    seconds: float
+    notebook: Path
+    metrics: Mapping[str, Any]
+    failure: str | None = None
+
+
+def names() -> list[str]:
+    """Return the names of all lessons, in their order.
+
+    Raises
+    ------
+    DxdyError
+        The workbook is not beside the package.
+    """
+    found = sorted(path.stem for path in NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    if not found:
+        raise DxdyError(
+            f"{NOTEBOOKS}: no lessons there. The workbook comes with its repository; install it with make lab."
+        )
+    return found
+
+
+def resolve(lesson: str) -> Path:
+    """Return a lesson's notebook by its name, its number, or its file name.
+
+    Raises
+    ------
+    DxdyError
+        There is no such lesson; the nearest name is suggested.
+
+    Examples
+    --------
+    >>> resolve("02").stem
+    '02_hand_check'
+    """
+    known = names()
+    wanted = Path(lesson).stem if lesson.endswith(".ipynb") else lesson
+    exact = [name for name in known if wanted in (name, name[:2], name[:2].lstrip("0"), name[3:])]
+    if exact:
+        return NOTEBOOKS / f"{exact[0]}.ipynb"
+    close = difflib.get_close_matches(wanted, [*known, *(name[3:] for name in known)], n=1, cutoff=0.5)
+    near = next((name for name in known if close and close[0] in (name, name[3:])), None)
+    hint = f" Did you mean {near!r}?" if near else suggestion(wanted, known)
+    raise DxdyError(f"no lesson is called {lesson!r}.{hint}")
+
+
+def parameters(notebook: Path) -> dict[str, Any]:
+    """Return the names and default values in a lesson's parameters cell, which holds plain literals only."""
+    cells = nbformat.read(notebook, as_version=4).cells
+    source = next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
+    found = {}
+    for line in ast.parse(source).body:
+        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+            found[line.targets[0].id] = ast.literal_eval(line.value)
+    return found
+
+
+def typed(notebook: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return given parameters with the types of the lesson's own.
+
+    Raises
+    ------
+    DxdyError
+        Unknown names and values of another type: all of them, a line each.
+    """
+    known, values, problems = parameters(notebook), {}, []
+    for name, value in given.items():
+        if name not in known:
+            problems.append(f"{notebook.stem} has no parameter {name!r}.{suggestion(name, known)}")
+            continue
+        values[name], problem = _like(known[name], value)
+        if problem:
+            problems.append(f"{notebook.stem}: {name}: expected {problem}, like {known[name]!r}; got {value!r}")
+    if problems:
+        raise DxdyError("\n".join(problems))
+    return values
+
+
+def run(lesson: str, given: Mapping[str, Any], out: str | Path | None = None) -> LessonRun:
+    """Execute a lesson with parameters and record it; a failing cell ends it, and the record says which.
+
+    Raises
+    ------
+    DxdyError
+        Before anything starts: an unknown lesson or parameter, a value of the wrong type, a folder that cannot be
+        written.
+    KeyboardInterrupt
+        After the record says ``interrupted``.
+    """
+    notebook = resolve(lesson)
+    values = typed(notebook, given)
+    folder = record.new_folder(notebook.stem, out)
+    record.write_environment(folder)
+    (folder / "config.yaml").write_text(_yaml({**parameters(notebook), **values}))
+    target = folder / "notebook.ipynb"
+    failure = None
+    with contextlib.suppress(_LessonFailed), record.Recorder(folder, kind="lesson", lesson=notebook.stem) as recorder:
+        try:
+            with _told_to_kernels(folder.resolve()):
+                _execute(notebook, target, values)
+        except _LessonFailed as failed:
+            failure = str(failed)
+            raise
+        finally:
+            recorder.result["metrics"] = record.read_result(folder).get("metrics", {})
+    result = recorder.result
+    return LessonRun(notebook.stem, result["status"], result["seconds"], target, result["metrics"], failure)
+
+
+class _LessonFailed(Exception):
+    """A cell failed, or the kernel died; the text is for the reader."""
+
+
+def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
+    """Run papermill, and turn the ways in which a lesson can fail into one."""
+    import papermill
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+
+    try:
+        papermill.execute_notebook(
+            str(notebook),
+            str(target),
+            parameters=dict(values),
+            kernel_name="python3",
+            progress_bar={"desc": notebook.stem, "unit": "cell", "leave": False, "disable": None},
+            execution_timeout=CELL_TIMEOUT,
+        )
+    except papermill.PapermillExecutionError as error:
+        if error.ename == "KeyboardInterrupt":
+            raise KeyboardInterrupt from None
+        raise _LessonFailed(_story(error.cell_index, error.source, f"{error.ename}: {error.evalue}")) from None
+    except DeadKernelError:
+        raise _LessonFailed("the kernel died. Was it killed, or out of memory?") from None
+    except CellTimeoutError as error:
+        raise _LessonFailed(f"a cell took longer than {CELL_TIMEOUT} s. {str(error).splitlines()[0]}") from None
+
+
+def _story(index: int, source: str, error: str) -> str:
+    code = "\n".join(f"    {line}" for line in source.splitlines())
+    return f"cell {index} failed:\n{code}\n{error}"
+
+
+@contextlib.contextmanager
+def _told_to_kernels(folder: Path) -> Iterator[None]:
+    """Tell kernels that start inside where the lesson's record is; they inherit this process's environment."""
+    before = os.environ.get(record.LESSON_FOLDER)
+    os.environ[record.LESSON_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop(record.LESSON_FOLDER)
+        if before is not None:
+            os.environ[record.LESSON_FOLDER] = before
+
+
+def _like(default: Any, value: Any) -> tuple[Any, str | None]:
+    """Return a value as the type of a default, and what was expected where it is none."""
+    if isinstance(default, bool):
+        return value, None if isinstance(value, bool) else "true or false"
+    if isinstance(default, (int, float)):
+        number = as_number(value)
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            return value, "a whole number" if isinstance(default, int) else "a number"
+        if isinstance(default, int):
+            return (int(number), None) if number == int(number) else (value, "a whole number")
+        return float(number), None
+    if isinstance(default, str):
+        return value, None if isinstance(value, str) else "a text"
+    return value, None if isinstance(value, type(default)) else f"a {type(default).__name__}"
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(dict(values), sort_keys=False)

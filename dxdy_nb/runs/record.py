@@ -1,0 +1,267 @@
+"""A run's folder: what is written while it runs, and the run as it is read back."""
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import psutil
+import torch
+
+from dxdy_nb.config import RunConfig
+from dxdy_nb.errors import DxdyError
+from dxdy_nb.observe import trace
+from dxdy_nb.runs import environment
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LESSON_FOLDER = "DXDY_RUN_FOLDER"  # the environment variable by which a lesson's kernel knows where its record is
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished, failed or still running run, read from its folder.
+
+    Examples
+    --------
+    >>> run = Run.load("runs/20261130-120000-digits-1f2e")  # doctest: +SKIP
+    >>> run.status, run.metrics["test_accuracy"]  # doctest: +SKIP
+    ('completed', 0.9833)
+    """
+
+    folder: Path
+    status: str
+    reason: str | None
+    config: RunConfig
+    metrics: dict[str, Any]
+    validation_rows: list[dict[str, Any]] = field(repr=False)
+    model: torch.nn.Module | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Run":
+        """Read a run back; one whose process is gone without a word is ``killed``.
+
+        Raises
+        ------
+        DxdyError
+            The folder holds no run.
+        """
+        folder = Path(folder)
+        result = read_result(folder)
+        return cls(
+            folder,
+            result["status"],
+            result.get("reason"),
+            RunConfig.load(folder / "config.yaml"),
+            result.get("metrics", {}),
+            result.get("validation", []),
+        )
+
+    @property
+    def trace(self) -> trace.Trace:
+        """The record of every step."""
+        return trace.read(self.folder)
+
+    @property
+    def steps(self) -> "pd.DataFrame":
+        """One row a step."""
+        return self.trace.steps
+
+    @property
+    def gradients(self) -> "pd.DataFrame":
+        """One row for each step and parameter."""
+        return self.trace.gradients
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of elements of each parameter."""
+        return self.trace.layout.sizes
+
+    @property
+    def validation(self) -> "pd.DataFrame":
+        """One row for each validation: loss and accuracy, index ``step`` (steps taken before it)."""
+        import pandas as pd
+
+        return pd.DataFrame(self.validation_rows, columns=["step", "loss", "accuracy"]).set_index("step")
+
+    def plot(self) -> Any:
+        """Return a figure of the run's record."""
+        from dxdy_nb.lesson import plots
+
+        return plots.training(self)
+
+
+class Recorder:
+    """Writes ``result.json`` of one run: running at first, then how it ended, whatever ends it.
+
+    An exception inside the ``with`` block is recorded and goes on its way. ``status`` may be set inside the block
+    when a run ends by a return.
+    """
+
+    def __init__(self, folder: Path, **facts: Any) -> None:
+        self.folder = folder
+        me = psutil.Process()
+        self.result: dict[str, Any] = {
+            "status": "running",
+            "reason": None,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "seconds": None,
+            "process": {"host": socket.gethostname(), "pid": me.pid, "started": me.create_time()},
+            **facts,
+        }
+        self._began = time.perf_counter()
+        self.write()
+
+    def write(self, **facts: Any) -> None:
+        """Store what is known; a disk that is full is no reason to end a run."""
+        self.result.update(facts)
+        with contextlib.suppress(OSError):
+            write_json(self.folder / "result.json", self.result)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.result["status"], self.result["reason"] = status_of(error), f"{type(error).__name__}: {error}"[:2000]
+        elif self.result["status"] == "running":
+            self.result["status"] = "completed"
+        self.write(seconds=round(time.perf_counter() - self._began, 3))
+
+
+def new_folder(name: str, out: str | Path | None = None) -> Path:
+    """Make and return a run's folder: ``out``, or ``runs/<id>/`` under the current directory.
+
+    Raises
+    ------
+    DxdyError
+        The folder cannot be made, or already holds a run.
+    """
+    if out is None:
+        out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
+    folder = Path(out)
+    if (folder / "result.json").exists():
+        raise DxdyError(f"{folder}: already holds a run. Give another folder; nothing recorded is overwritten.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".writable").touch()
+        (folder / ".writable").unlink()
+    except OSError as error:
+        raise DxdyError(f"{folder}: cannot be written ({error.strerror}). Give a folder that can be.") from None
+    return folder
+
+
+def write_environment(folder: Path, model: torch.nn.Module | None = None, data: Any = None) -> None:
+    """Write ``environment.json`` and, where there are uncommitted changes, ``diff.patch``."""
+    write_json(folder / "environment.json", environment.describe(model, data))
+    diff = environment.uncommitted_diff()
+    if diff:
+        (folder / "diff.patch").write_text(diff)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader sees the old or the new content, never half of it; NaN and infinity become null.
+
+    On a full disk the old file is overwritten in place, which needs no new space as long as it fits.
+    """
+    text = json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        if not path.exists():
+            raise
+        with open(path, "r+") as file:
+            file.write(text)
+            file.truncate()
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Return a run's ``result.json``; ``running`` becomes ``killed`` where the process is gone.
+
+    Raises
+    ------
+    DxdyError
+        There is no readable result.
+    """
+    path = folder / "result.json"
+    try:
+        result: dict[str, Any] = json.loads(path.read_text())
+        if result["status"] == "running" and not _alive(result["process"]):
+            result["status"], result["reason"] = "killed", "the process ended without a word"
+    except OSError as error:
+        raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is {folder} a run's folder?") from None
+    except (ValueError, KeyError, TypeError):
+        raise DxdyError(f"{path}: is no run's result. Is it damaged?") from None
+    return result
+
+
+def result(**metrics: float | int | str | bool) -> None:
+    """Report a lesson's named results, which ``dxdy run`` keeps in ``result.json``; elsewhere they are only checked.
+
+    Raises
+    ------
+    DxdyError
+        A value that is no number, text or truth value.
+
+    Examples
+    --------
+    >>> result(accuracy=0.97)
+    """
+    plain = {
+        name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
+        for name, value in metrics.items()
+    }
+    for name, value in plain.items():
+        if not isinstance(value, (bool, int, float, str)):
+            raise DxdyError(f"result: {name} is a {type(value).__name__}; expected a number, a text or a truth value.")
+    folder = os.environ.get(LESSON_FOLDER)
+    if folder:
+        known = json.loads((Path(folder) / "result.json").read_text())
+        known["metrics"] = {**known.get("metrics", {}), **plain}
+        write_json(Path(folder) / "result.json", known)
+
+
+def status_of(error: BaseException) -> str:
+    """Return the run status that an exception stands for."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
+        return "out_of_memory"  # torch has no class of its own for a CPU without memory
+    return "timed_out" if isinstance(error, TimeoutError) else "failed"
+
+
+def _alive(process: Mapping[str, Any]) -> bool:
+    """Return whether a recorded process still runs; a process number that was given anew has another start time."""
+    if process["host"] != socket.gethostname():
+        return True  # nobody can tell from here
+    try:
+        found = psutil.Process(process["pid"])
+        # A dead process stays in the table until its parent asks for it, in a container often for ever.
+        return found.status() != psutil.STATUS_ZOMBIE and abs(found.create_time() - process["started"]) < 1
+    except psutil.Error:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

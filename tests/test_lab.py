@@ -1,0 +1,177 @@
+"""The workbook in JupyterLab: who may come in, and a live view in a real browser."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import nbformat
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from dxdy_nb.runs import lessons
+
+FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
+WAIT = 120_000  # milliseconds: the machine may be busy
+LIVE = """
+import time, torch, dxdy_nb as dx
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def steps():
+    for step in range(20000):
+        optimizer.zero_grad()
+        loss = (model(torch.randn(16, 8)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.01)
+        yield step
+with dx.watch(model, optimizer) as w:
+    last = await dx.live(w).run(steps())
+"""
+
+
+class Lab(NamedTuple):
+    address: str
+    token: str
+    root: Path
+
+    def status(self, path: str, token: str | None = None) -> tuple[int, str]:
+        """Return the status of a request and where it led."""
+        header = {"Authorization": f"token {token}"} if token else {}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.address + path, headers=header)) as answer:
+                return answer.status, answer.url
+        except urllib.error.HTTPError as error:
+            return error.code, error.url
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A copy of the workbook, served by `dxdy lab --no-browser` to a person who starts it the first time."""
+    root = tmp_path_factory.mktemp("workbook")
+    notebooks = root / "notebooks"
+    shutil.copytree(lessons.NOTEBOOKS, notebooks, ignore=shutil.ignore_patterns("runs", "src", ".ipynb_checkpoints"))
+    live = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LIVE), nbformat.v4.new_code_cell("print(last)")])
+    live.metadata = nbformat.read(notebooks / "00_start_here.ipynb", as_version=4).metadata
+    nbformat.write(live, notebooks / "live.ipynb")
+    program = "import pathlib, sys; from dxdy_nb.runs import lessons; from dxdy_nb.cli import main; "
+    program += f"lessons.NOTEBOOKS = pathlib.Path({str(notebooks)!r}); "
+    program += "sys.exit(main(['lab', '--no-browser', '--port', '18888']))"
+    log = root / "lab.log"
+    homes = {
+        name: str(root / name) for name in ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
+    }
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, **homes},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield wait_for(process, log, root)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+def wait_for(process: subprocess.Popen, log: Path, root: Path) -> Lab:
+    deadline = time.monotonic() + WAIT / 1000
+    while time.monotonic() < deadline and process.poll() is None:
+        printed = re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/notebooks/00_start_here.ipynb\?token=(\w+)", log.read_text())
+        if printed:
+            return Lab(printed[1], printed[2], root)
+        time.sleep(0.2)
+    raise AssertionError(f"JupyterLab did not come up:\n{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A browser without a window; where none is installed the test is skipped, but never in CI."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium on this machine")
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+
+
+def open_notebook(browser: Browser, lab: Lab, name: str) -> Page:
+    page = browser.new_page(viewport={"width": 1280, "height": 1000})
+    page.set_default_timeout(WAIT)
+    page.goto(f"{lab.address}/lab/tree/notebooks/{name}?token={lab.token}")
+    page.locator(".jp-NotebookPanel .jp-Notebook").wait_for()
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()  # cells that run before it would ask for a kernel
+    return page
+
+
+def run_all(page: Page) -> None:
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+
+
+@pytest.mark.browser
+def test_only_who_has_the_token_comes_in(lab: Lab) -> None:
+    assert lab.status("/api/contents")[0] == 403
+    assert lab.status("/api/contents", token="wrong")[0] == 403
+    assert lab.status("/api/contents", token=lab.token)[0] == 200
+    status, led_to = lab.status("/lab")
+    assert status == 200
+    assert "/login" in led_to
+
+
+@pytest.mark.browser
+def test_a_live_view_moves_stops_and_leaves_a_picture(lab: Lab, browser: Browser) -> None:
+    page = open_notebook(browser, lab, "live.ipynb")
+    assert page.get_by_text("Would you like to get notified").count() == 0, "no question before the first lesson"
+    run_all(page)
+    picture = page.locator(".jp-OutputArea img").first
+    picture.wait_for()
+    seen = {picture.get_attribute("src")}
+    deadline = time.monotonic() + 60
+    while len(seen) < 4 and time.monotonic() < deadline:
+        seen.add(picture.get_attribute("src"))
+        page.wait_for_timeout(100)
+    assert len(seen) >= 4, "the picture must move while the cell runs"
+    page.get_by_role("button", name="Stop").last.click()
+    page.locator(".jp-OutputArea-output pre").last.wait_for()
+    assert int(page.locator(".jp-OutputArea-output pre").last.inner_text()) < 19999
+    page.keyboard.press("Control+s")
+    stored = lab.root / "notebooks" / "live.ipynb"
+    while "image/png" not in stored.read_text():
+        page.wait_for_timeout(200)
+    outputs = json.loads(stored.read_text())["cells"][0]["outputs"]
+    assert [list(output["data"]) for output in outputs] == [["image/png", "text/plain"]]
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+@pytest.mark.parametrize("name", lessons.names())
+def test_a_lesson_runs_from_top_to_bottom_in_jupyterlab(lab: Lab, browser: Browser, name: str) -> None:
+    page = open_notebook(browser, lab, f"{name}.ipynb")
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    run_all(page)
+    page.get_by_text("Python 3 (ipykernel) | Busy").wait_for()
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+    page.keyboard.press("Control+s")
+    page.wait_for_timeout(1000)
+    cells = [
+        c
+        for c in json.loads((lab.root / "notebooks" / f"{name}.ipynb").read_text())["cells"]
+        if c["cell_type"] == "code"
+    ]
+    assert not problems
+    assert all(cell["execution_count"] for cell in cells)
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    page.close()
