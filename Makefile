@@ -13,6 +13,9 @@ NAMES ?=
 NB ?= $(wildcard notebooks/*.ipynb)
 PYTEST := $(PY) -m pytest -q
 
+# Several threads gain nothing on nets as small as these, and on a busy machine they cost up to ten times the time.
+run test test-all unit notebooks nbval bench: export OMP_NUM_THREADS ?= 1
+
 .PHONY: lab run test test-all lint unit notebooks notebooks-check nbval bench clean
 
 lab: .venv/.installed

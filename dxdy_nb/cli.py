@@ -3,12 +3,11 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dxdy_nb.config import parse_assignments
 from dxdy_nb.errors import DxdyError
@@ -62,7 +61,7 @@ def _command(commands: Any, name: str, function: Any, help_text: str, example: s
     return parser
 
 
-def _lab(options: argparse.Namespace) -> int:
+def _lab(options: argparse.Namespace) -> NoReturn:
     """Start JupyterLab on the first lesson: on this machine only, with a token that it makes itself and prints."""
     command = [
         *(sys.executable, "-m", "jupyterlab"),
@@ -79,10 +78,8 @@ def _lab(options: argparse.Namespace) -> int:
     # Settings for a person who opens the workbook for the first time: no question before the first lesson.
     settings = Path(__file__).parent / "lesson" / "jupyter"
     paths = [str(settings), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
-    try:
-        return subprocess.run(command, env={**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)}).returncode
-    except KeyboardInterrupt:  # Jupyter heard it too, and has said goodbye
-        return FINE
+    environment = {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)}
+    os.execve(sys.executable, command, environment)  # this process becomes Jupyter: signals and exit code are its own
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -100,6 +97,8 @@ def _run(options: argparse.Namespace) -> int:
         print(json.dumps([{**asdict(one), "notebook": str(one.notebook)} for one in done], indent=1))
     else:
         print(_table(done))
+    if any(one.bad_input for one in done):
+        return BAD_INPUT
     return FINE if all(one.status == "completed" for one in done) else PROBLEM
 
 

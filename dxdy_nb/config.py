@@ -74,7 +74,7 @@ class RunConfig:
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     warmup_steps: int = _number(0, 0, 10**9)
     batch_size: int = _number(64, 1, 10**6)
-    max_grad_norm: float | None = _number(None, 0, 1e12, open_low=True)
+    max_grad_norm: float | None = _number(None, 0, 10**12, open_low=True)
     init: Literal["default", "xavier", "kaiming"] = "kaiming"
     epochs: int = _number(20, 1, 10**6)
     max_steps: int | None = _number(None, 1, 10**9)
@@ -227,4 +227,4 @@ def _coerce(name: str, kind: Any, value: Any, limits: Mapping[str, Any]) -> tupl
 def _range(limits: Mapping[str, Any], whole: bool) -> str:
     low = f"above {limits['low']}" if limits["open_low"] else f"from {limits['low']}"
     join = " and at most" if limits["open_low"] else " to"
-    return f"a {'whole ' if whole else ''}number {low}{join} {limits['high']:,}"
+    return f"a {'whole ' if whole else ''}number {low}{join} {limits['high']}"

@@ -105,6 +105,16 @@ def test_a_failing_cell_is_shown(workbook: Path, capsys: pytest.CaptureFixture) 
     assert (only_run(workbook) / "notebook.ipynb").exists()
 
 
+def test_an_error_that_the_reader_can_put_right_is_bad_input(workbook: Path, capsys: pytest.CaptureFixture) -> None:
+    write(workbook / "notebooks", "05_config", "lr = 0.1", "import dxdy_nb as dx\ndx.RunConfig(lr=lr, sed=0)")
+    assert cli.main(["run", "05_config"]) == 1  # python's own TypeError: the lesson is at fault, not the reader
+    write(workbook / "notebooks", "05_config", "lr = 0.1", "import dxdy_nb as dx\ndx.RunConfig(lr=lr)")
+    capsys.readouterr()
+    assert cli.main(["run", "05_config", "-p", "lr=-1"]) == 2
+    told = capsys.readouterr().err.strip()
+    assert told == "05_config: lr: expected a number above 0 and at most 1000, got -1.0"
+
+
 def test_a_killed_kernel_is_a_failure(workbook: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["run", "03_dies"]) == 1
     assert "the kernel died" in capsys.readouterr().err

@@ -88,8 +88,10 @@ def curves(
     for name, (xs, ys) in series.items():
         ax.plot(xs, ys, label=name, marker="o" if len(xs) < 40 else None, markersize=3)
     ax.set(xlabel=x, ylabel=y, title=title)
-    ax.set_xscale("log" if log_x else "linear")
-    ax.set_yscale("log" if log_y else "linear")
+    if log_x:
+        ax.set_xscale("log", nonpositive="mask")
+    if log_y:
+        ax.set_yscale("log", nonpositive="mask")  # an exact zero is left out, not drawn as a fall to the bottom
     if len(series) > 1:
         ax.legend(frameon=False)
     return figure

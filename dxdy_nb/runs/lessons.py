@@ -23,7 +23,8 @@ CELL_TIMEOUT = 1800  # seconds: a cell that takes longer hangs
 class LessonRun:
     """One executed lesson: its status, its named results, and where the executed copy lies.
 
-    ``failure`` is the failed cell and its error, for people; None when nothing failed.
+    ``failure`` is the failed cell and its error, for people; None when nothing failed. ``bad_input`` is true where the
+    error was one that the reader can put right: a value out of range, a damaged data file.
     """
 
     lesson: str
@@ -32,6 +33,7 @@ class LessonRun:
     notebook: Path
     metrics: Mapping[str, Any]
     failure: str | None = None
+    bad_input: bool = False
 
 
 def names() -> list[str]:
@@ -123,22 +125,27 @@ def run(lesson: str, given: Mapping[str, Any], out: str | Path | None = None) ->
     record.write_environment(folder)
     (folder / "config.yaml").write_text(_yaml({**parameters(notebook), **values}))
     target = folder / "notebook.ipynb"
-    failure = None
+    failed = None
     with contextlib.suppress(_LessonFailed), record.Recorder(folder, kind="lesson", lesson=notebook.stem) as recorder:
         try:
             with _told_to_kernels(folder.resolve()):
                 _execute(notebook, target, values)
-        except _LessonFailed as failed:
-            failure = str(failed)
+        except _LessonFailed as error:
+            failed = error
             raise
         finally:
             recorder.result["metrics"] = record.read_result(folder).get("metrics", {})
     result = recorder.result
-    return LessonRun(notebook.stem, result["status"], result["seconds"], target, result["metrics"], failure)
+    failure, bad_input = (str(failed), failed.bad_input) if failed else (None, False)
+    return LessonRun(notebook.stem, result["status"], result["seconds"], target, result["metrics"], failure, bad_input)
 
 
 class _LessonFailed(Exception):
     """A cell failed, or the kernel died; the text is for the reader."""
+
+    def __init__(self, text: str, *, bad_input: bool = False) -> None:
+        super().__init__(text)
+        self.bad_input = bad_input
 
 
 def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
@@ -154,10 +161,14 @@ def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
             kernel_name="python3",
             progress_bar={"desc": notebook.stem, "unit": "cell", "leave": False, "disable": None},
             execution_timeout=CELL_TIMEOUT,
+            # Else every kernel warns that what it sends over loopback is not encrypted.
+            extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
         )
     except papermill.PapermillExecutionError as error:
         if error.ename == "KeyboardInterrupt":
             raise KeyboardInterrupt from None
+        if error.ename == DxdyError.__name__:
+            raise _LessonFailed(error.evalue, bad_input=True) from None
         raise _LessonFailed(_story(error.cell_index, error.source, f"{error.ename}: {error.evalue}")) from None
     except DeadKernelError:
         raise _LessonFailed("the kernel died. Was it killed, or out of memory?") from None

@@ -68,6 +68,8 @@ def build(source: Path) -> Path:
         notebook,
         timeout=600,
         record_timing=False,
+        extra_arguments=["--IPKernelApp.log_level=CRITICAL"],
+        coalesce_streams=True,  # else the bytes depend on when the kernel flushed
         store_widget_state=False,
         kernel_name="python3",
         resources={"metadata": {"path": str(NOTEBOOKS)}},
