@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import psutil
 import torch
 
@@ -225,7 +226,7 @@ def result(**metrics: float | int | str | bool) -> None:
     >>> result(accuracy=0.97)
     """
     plain = {
-        name: value.item() if torch.is_tensor(value) and value.numel() == 1 else value
+        name: value.item() if isinstance(value, (torch.Tensor, np.generic)) and math.prod(value.shape) == 1 else value
         for name, value in metrics.items()
     }
     for name, value in plain.items():

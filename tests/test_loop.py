@@ -1,0 +1,249 @@
+"""The reference loop does what a hand-written one does, and says what went wrong where."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dxdy_nb as dx
+from dxdy_nb.training import datasets, models
+from dxdy_nb.training.loop import DECIMALS, evaluate, lr_factor, pick_loss, pick_optimizer, train_step
+
+SHORT = dx.RunConfig(data="spirals", model="mlp", max_steps=10)
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.fixture
+def batch():
+    samples = datasets.spirals().train
+    return samples.x[:32], samples.y[:32]
+
+
+def test_the_same_seed_gives_the_same_weights_to_the_last_bit(tmp_path):
+    one, same = dx.train(SHORT, out=tmp_path / "one"), dx.train(SHORT, out=tmp_path / "same")
+    assert torch.equal(weights(one.model), weights(same.model))
+    assert one.metrics == same.metrics
+
+
+def test_another_seed_gives_other_weights(tmp_path):
+    one, other = dx.train(SHORT, out=tmp_path / "one"), dx.train(SHORT.override({"seed": 1}), out=tmp_path / "other")
+    assert not torch.equal(weights(one.model), weights(other.model))
+
+
+def test_what_came_before_in_the_process_does_not_matter(tmp_path):
+    one = dx.train(SHORT, out=tmp_path / "one")
+    torch.manual_seed(77)
+    assert torch.equal(weights(one.model), weights(dx.train(SHORT, out=tmp_path / "same").model))
+
+
+def test_a_run_is_the_loop_that_one_would_write_by_hand(tmp_path):
+    config = dx.RunConfig(data="spirals", model="mlp", epochs=2, schedule="linear", lr=0.1, momentum=0.5, seed=3)
+    torch.manual_seed(3)
+    data = datasets.spirals(3)
+    model = models.MLP(2, 3)
+    for p in model.parameters():
+        nn.init.kaiming_normal_(p, nonlinearity="relu") if p.dim() > 1 else nn.init.zeros_(p)
+    velocity = [torch.zeros_like(p) for p in model.parameters()]
+    loader = torch.utils.data.DataLoader(data.train, 64, shuffle=True, generator=torch.Generator().manual_seed(3))
+    losses, total = [], 2 * len(loader)
+    for _ in range(2):
+        for x, y, _ in loader:
+            loss = cross_entropy(model(x), y)
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            lr = 0.1 * (1 - len(losses) / total)
+            for p, v, g in zip(model.parameters(), velocity, gradients, strict=True):
+                v.mul_(0.5).add_(g)
+                p.data.sub_(lr * v)
+            losses.append(loss.item())
+    run = dx.train(config, out=tmp_path / "run")
+    assert run.steps["loss"].tolist() == pytest.approx(losses, rel=1e-4)
+    torch.testing.assert_close(weights(run.model), weights(model), rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_is_a_step_of_plain_gradient_descent(batch):
+    model = models.MLP(2, 3)
+    before = [p.detach().clone() for p in model.parameters()]
+    expected = cross_entropy(model(batch[0]), batch[1])
+    gradients = torch.autograd.grad(expected, list(model.parameters()))
+    loss = train_step(model, *batch, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert loss == expected.item()
+    for p, old, g in zip(model.parameters(), before, gradients, strict=True):
+        torch.testing.assert_close(p.detach(), old - 0.1 * g, rtol=1e-6, atol=1e-8)
+
+
+def test_a_step_does_not_see_the_gradients_of_the_step_before(batch):
+    model = models.MLP(2, 3)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e6)
+    train_step(model, *batch, cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert all(p.grad.abs().max() < 100 for p in model.parameters())
+
+
+def test_clipping_scales_a_long_gradient_to_the_bound_and_leaves_a_short_one_alone(batch):
+    model = models.MLP(2, 3)
+    gradients = torch.autograd.grad(cross_entropy(model(batch[0]), batch[1]), list(model.parameters()))
+    whole = torch.cat([g.flatten() for g in gradients])
+    for bound, expected in ((0.01, whole * 0.01 / whole.norm()), (1e6, whole)):
+        clipped = copy.deepcopy(model)
+        train_step(clipped, *batch, cross_entropy, torch.optim.SGD(clipped.parameters(), lr=0.0), bound)
+        seen = torch.cat([p.grad.flatten() for p in clipped.parameters()])
+        torch.testing.assert_close(seen, expected, rtol=1e-4, atol=0)
+
+
+def test_a_loss_that_is_not_finite_never_reaches_the_weights(batch):
+    model = models.MLP(2, 3)
+    before = weights(model).clone()
+    x = batch[0].clone()
+    x[5] = math.nan
+    loss = train_step(model, x, batch[1], cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert math.isnan(loss)
+    assert torch.equal(weights(model), before)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluate_leaves_a_model_in_the_mode_it_was_in(training):
+    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).train(training)
+    evaluate(model, datasets.spirals().test, cross_entropy)
+    assert [module.training for module in model.modules()] == [training] * 5
+
+
+def test_evaluate_leaves_random_state_weights_and_gradients_alone():
+    model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    evaluate(model, datasets.spirals().test, cross_entropy)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_evaluate_evaluates_without_dropout():
+    samples = datasets.spirals().test
+    model = nn.Sequential(nn.Linear(2, 64), nn.Dropout(0.9), nn.Linear(64, 3))
+    assert evaluate(model, samples, cross_entropy) == evaluate(model, samples, cross_entropy)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 64, 512])
+def test_evaluate_weighs_every_sample_alike_whatever_the_last_batch_holds(batch_size):
+    samples = datasets.spirals().test  # 100 samples
+    model = models.MLP(2, 3)
+    with torch.no_grad():
+        logits = model(samples.x)
+    expected = {
+        "loss": round(cross_entropy(logits, samples.y).item(), DECIMALS),
+        "accuracy": (logits.argmax(1) == samples.y).double().mean().item(),
+    }
+    assert evaluate(model, samples, cross_entropy, batch_size) == pytest.approx(expected, abs=1.01 * 10**-DECIMALS)
+
+
+def test_mse_compares_with_one_hot_targets():
+    logits, y = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
+    expected = sum((logits[i, c] - float(c == y[i])) ** 2 for i in range(5) for c in range(3)) / 15
+    torch.testing.assert_close(pick_loss("mse")(logits, y), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "decoupled"),
+    [("sgd", torch.optim.SGD, None), ("adam", torch.optim.Adam, False), ("adamw", torch.optim.AdamW, True)],
+)
+def test_the_optimizer_is_the_one_that_was_asked_for(name, kind, decoupled):
+    optimizer = pick_optimizer(dx.RunConfig(optimizer=name, lr=0.3, weight_decay=0.2), nn.Linear(2, 1))
+    assert type(optimizer) is kind
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.3, 0.2)
+    assert optimizer.defaults.get("decoupled_weight_decay") == decoupled
+
+
+@pytest.mark.parametrize(
+    ("values", "factors"),
+    [
+        ({"schedule": "constant"}, [1, 1, 1, 1]),
+        ({"schedule": "linear"}, [1, 3 / 4, 2 / 4, 1 / 4]),
+        ({"schedule": "cosine"}, [1, (1 + math.sqrt(0.5)) / 2, 1 / 2, (1 - math.sqrt(0.5)) / 2]),
+        ({"schedule": "linear", "warmup_steps": 2}, [1 / 2, 1, 1, 1 / 2]),
+        ({"schedule": "constant", "warmup_steps": 8}, [1 / 8, 2 / 8, 3 / 8, 4 / 8]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(values, factors):
+    config = dx.RunConfig(**values)
+    assert [lr_factor(config, step, 4) for step in range(4)] == pytest.approx(factors)
+
+
+def test_a_run_uses_the_learning_rates_of_its_schedule(tmp_path):
+    config = SHORT.override({"schedule": "linear", "warmup_steps": 2, "max_steps": 4, "lr": 0.1})
+    assert dx.train(config, out=tmp_path / "run").steps["lr"].tolist() == pytest.approx([0.05, 0.1, 0.1, 0.05])
+
+
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory):
+    return dx.train(dx.RunConfig(loss="mse", lr=10), out=tmp_path_factory.mktemp("diverged") / "run")
+
+
+def test_a_diverged_run_keeps_its_steps_and_says_at_which_it_ended(diverged):
+    last = diverged.steps.index[-1]
+    assert diverged.status == "diverged"
+    assert 0 < last < 18
+    assert diverged.steps.index.tolist() == list(range(last + 1))
+    assert f"at step {last};" in diverged.reason
+    assert not math.isfinite(diverged.steps["loss"][last])
+    assert diverged.steps["loss"][:-1].map(math.isfinite).all()
+    assert diverged.steps["skipped"].tolist() == [False] * last + [True]
+    assert torch.isfinite(weights(diverged.model)).all()
+
+
+def test_a_diverged_run_names_the_samples_of_its_last_batch(diverged):
+    config, last = diverged.config, diverged.steps.index[-1]
+    loader = datasets.loader(datasets.digits().train, config.batch_size, shuffle_seed=config.seed)
+    batches = [batch.ids.tolist() for batch in loader]
+    assert diverged.reason.endswith(f"sample ids of its batch: {batches[last]}")
+    assert diverged.steps["bad_samples"][last] == batches[last]
+
+
+def test_one_bad_sample_ends_a_run_with_finite_weights(tmp_path, monkeypatch):
+    digits = datasets.digits()
+    place = 700
+    digits.train.x[place] = math.nan
+    monkeypatch.setattr(datasets, "load", lambda name, seed: digits)
+    run = dx.train(dx.RunConfig(max_steps=19), out=tmp_path / "run")
+    assert run.status == "diverged"
+    assert torch.isfinite(weights(run.model)).all()
+    assert run.steps["bad_samples"].iloc[-1] == [int(digits.train.ids[place])]
+    assert len(run.steps) == run.steps.index[-1] + 1
+
+
+def test_a_run_has_the_steps_of_its_epochs_and_a_row_for_each_validation(tmp_path):
+    run = dx.train(dx.RunConfig(data="spirals", model="mlp", epochs=5, validate_every=2), out=tmp_path / "run")
+    a_pass = math.ceil(400 / 64)
+    assert len(run.steps) == 5 * a_pass
+    assert run.validation.index.tolist() == [2 * a_pass, 4 * a_pass, 5 * a_pass]
+    assert run.metrics["validation_accuracy"] == run.validation["accuracy"].iloc[-1]
+
+
+def test_validation_and_test_metrics_are_those_of_the_model_that_is_returned(tmp_path):
+    run = dx.train(SHORT, out=tmp_path / "run")
+    splits = datasets.spirals(SHORT.seed)
+    for name, part in (("validation", splits.validation), ("test", splits.test)):
+        with torch.no_grad():
+            right = (run.model(part.x).argmax(1) == part.y).double().mean().item()
+        assert run.metrics[f"{name}_accuracy"] == pytest.approx(right, abs=1e-4)
+
+
+def test_the_default_run_reaches_the_accuracy_bar(tmp_path):
+    run = dx.train(dx.RunConfig(), out=tmp_path / "run")
+    assert run.status == "completed"
+    assert run.metrics["test_accuracy"] >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("values", "bar"),
+    [
+        ({"data": "spirals", "model": "mlp", "epochs": 30}, 0.8),  # chance: 1/3
+        ({"data": "sequences", "model": "gru", "optimizer": "adam", "lr": 0.01, "epochs": 12}, 0.5),  # chance: 1/8
+    ],
+)
+def test_the_other_data_sets_are_learnt_far_above_chance(tmp_path, values, bar):
+    assert dx.train(dx.RunConfig(**values), out=tmp_path / "run").metrics["test_accuracy"] > bar
