@@ -2,8 +2,10 @@
 
     python benchmarks/loop.py [--rounds 15]
 
-The bare loop has the same loader, `loss.item()`, `clip_grad_norm_` and schedule. One thread, process time (CPU
-seconds of this process, the kernel's work for it included), interleaved, medians of the ratios.
+The bare loop has the same loader, `loss.item()`, `clip_grad_norm_` and schedule, so it knows its loss and its gradient
+norm at each step. The recorded loop takes the norm from its own statistics: it calls `clip_grad_norm_` only where the
+configuration asks for clipping. Both ways are measured. One thread, process time (CPU seconds of this process, the
+kernel's work for it included), interleaved, medians of the ratios.
 """
 
 import argparse
@@ -52,13 +54,13 @@ def bare(seed: int) -> float:
     return time.process_time() - started
 
 
-def recorded(seed: int, out: Path | None) -> float:
+def recorded(seed: int, out: Path | None, max_grad_norm: float | None = None) -> float:
     """Return the CPU seconds of the same loop as `train` runs it: every step watched, and stored in a folder."""
     model, optimizer, scheduler, batches = prepare(seed)
     started = time.process_time()
     with dx.watch(model, optimizer, out=out):
         for x, y, _ in batches:
-            loop.train_step(model, x, y, torch.nn.functional.cross_entropy, optimizer)
+            loop.train_step(model, x, y, torch.nn.functional.cross_entropy, optimizer, max_grad_norm)
             scheduler.step()
     return time.process_time() - started
 
@@ -77,16 +79,22 @@ def main() -> int:
                 "bare": lambda seed=seed: bare(seed),
                 "bare again": lambda seed=seed: bare(seed),
                 "recorded": lambda seed=seed: recorded(seed, Path(folder) / str(seed)),
+                "and clipped": lambda seed=seed: recorded(seed, Path(folder) / f"{seed}c", math.inf),
             }
-            order = list(ways)[seed % 3 :] + list(ways)[: seed % 3]
+            order = list(ways)[seed % 4 :] + list(ways)[: seed % 4]
             rows.append({name: ways[name]() for name in order})
+
+    def ratio(name: str) -> float:
+        """Return the median over the rounds, against both bare runs of the same round together."""
+        return statistics.median(2 * row[name] / (row["bare"] + row["bare again"]) for row in rows)
+
     per_step = 1000 * statistics.median(row["bare"] for row in rows) / STEPS
-    noise = statistics.median(row["bare again"] / row["bare"] for row in rows)
-    ratio = statistics.median(row["recorded"] / row["bare"] for row in rows)
-    print(f"bare loop      {per_step:.2f} ms of CPU a step, {STEPS} steps, {rounds} rounds, 1 thread")
-    print(f"bare again     {noise:.3f} x (what this machine's noise makes of the same loop)")
-    print(f"recorded       {ratio:.3f} x, allowed {BAR}")
-    return 0 if ratio <= BAR else 1
+    spread = statistics.median(abs(row["bare again"] / row["bare"] - 1) for row in rows)
+    print(f"bare loop    {per_step:.2f} ms of CPU a step, {STEPS} steps, {rounds} rounds, 1 thread")
+    print(f"bare again   differs by {100 * spread:.1f} % (median): the noise of this machine")
+    print(f"recorded     {ratio('recorded'):.3f} x, allowed {BAR}")
+    print(f"and clipped  {ratio('and clipped'):.3f} x")
+    return 0 if ratio("recorded") <= BAR else 1
 
 
 if __name__ == "__main__":

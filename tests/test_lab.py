@@ -88,7 +88,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def wait_for(process: subprocess.Popen, log: Path, root: Path) -> Lab:
     deadline = time.monotonic() + WAIT / 1000
     while time.monotonic() < deadline and process.poll() is None:
-        printed = re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/notebooks/00_start_here.ipynb\?token=(\w+)", log.read_text())
+        printed = re.search(
+            r"(http://127\.0\.0\.1:\d+)/lab/tree/notebooks/00_start_here.ipynb\?token=(\w+)", log.read_text()
+        )
         if printed:
             return Lab(printed[1], printed[2], root)
         time.sleep(0.2)

@@ -5,7 +5,7 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dxdy_nb.errors import DxdyError
-from dxdy_nb.observe.statistics import COLUMNS, Statistics, total_norm, update_ratios
+from dxdy_nb.observe.statistics import Statistics, any_nonfinite, total_norm, update_ratios
 from dxdy_nb.observe.trace import Layout, Trace, TraceWriter
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 # The update ratio needs a copy of the weights, which costs more than all other statistics together.
 UPDATE_EVERY = 10  # steps
-NONFINITE = COLUMNS.index("nonfinite")
 
 
 def watch(model: nn.Module, optimizer: torch.optim.Optimizer, *, out: str | Path | None = None) -> "Watch":
@@ -198,16 +197,15 @@ class Watch:
     def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if torch.is_grad_enabled():
             self._step.forward_time += perf_counter() - self._forward_started
-            self._step.batch += _batch_size(inputs) or _batch_size(tuple(named.values()))
+            self._step.batch += _batch_size(inputs) or _batch_size(named.values())
 
     def _after_backward(self, tensors: Any) -> None:
         step = self._step
         losses = [t.item() for t in ([tensors] if torch.is_tensor(tensors) else tensors) if t.numel() == 1]
-        spoilt_before = step.gradients is not None and np.nansum(step.gradients[:, NONFINITE]) > 0
+        spoilt_before = step.gradients is not None and any_nonfinite(step.gradients)
         step.losses += losses
         step.gradients = self._statistics.describe([p.grad for p in self._tensors])
-        spoilt = np.nansum(step.gradients[:, NONFINITE]) > 0
-        if not all(map(math.isfinite, losses)) or (spoilt and not spoilt_before):
+        if not all(map(math.isfinite, losses)) or (any_nonfinite(step.gradients) and not spoilt_before):
             step.bad_samples += bad_samples(self._batch)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -304,6 +302,9 @@ def _memory_reader(device: torch.device) -> Callable[[], float]:
     return resident
 
 
-def _batch_size(values: Sequence[Any]) -> int:
+def _batch_size(values: Iterable[Any]) -> int:
     """Return the first dimension of the first tensor that a forward was called with; 0 when there is none."""
-    return next((len(value) for value in values if torch.is_tensor(value) and value.dim() > 0), 0)
+    for value in values:
+        if isinstance(value, Tensor) and value.dim():
+            return value.shape[0]
+    return 0

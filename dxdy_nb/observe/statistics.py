@@ -8,6 +8,7 @@ An ``isfinite`` over the data would cost more than all the rest. Any NaN or infi
 numbers are tested instead, and values are counted only where a sum is out of range.
 """
 
+import contextvars
 import functools
 import math
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ Rows = NDArray[np.float64]
 # The order of the numbers in a row; `observe.trace` stores rows as they are.
 COLUMNS = ("mean", "max", "min", "norm", "nonzero", "nonfinite")
 BLOCK = 65536  # elements: 256 kB of float32, which stays in a core's own cache
+UNTHREADED = 8192  # elements: OpenBLAS shares a dot product among threads from 10,000 on
 # Sums of float32 squares between these are right to more digits than float32 has; outside they may have lost some.
 TINY, HUGE = 1e-24, 1e36
 FLOAT32 = np.dtype(np.float32)
@@ -40,6 +42,9 @@ class Statistics:
 
     def __init__(self) -> None:
         self._sizes: tuple[int, ...] = ()
+        # A context in which numpy is silent about overflow; to enter `np.errstate` at each step would cost more.
+        self._quiet = contextvars.copy_context()
+        self._quiet.run(np.seterr, all="ignore")
 
     def describe(self, tensors: Sequence[Tensor | None]) -> Rows:
         """Return mean, max, min, L2 norm, share of non-zero and count of non-finite values, a row for each tensor.
@@ -47,50 +52,57 @@ class Statistics:
         A missing tensor is a row of NaN, not of zeros. A sparse tensor counts as the dense one it stands for. Complex
         values count as pairs of real ones.
         """
-        rows = np.full((len(tensors), len(COLUMNS)), np.nan)
-        places: list[int] = []
-        joined: list[Values] = []
+        apart: dict[int, Rows] = {}
+        joined: dict[int, Values] = {}
         for place, tensor in enumerate(tensors):
             if tensor is None:
                 continue
             values, size = flat(tensor)
             if 0 < values.size == size <= BLOCK and values.dtype is FLOAT32:
-                places.append(place)
-                joined.append(values)
+                joined[place] = values
             else:
-                rows[place] = _row(values, size)
+                apart[place] = _row(values, size)
+        if len(joined) == len(tensors) > 0:  # the usual case for small nets, and the one where every call counts
+            return self._rows(list(joined.values()))
+        rows = np.full((len(tensors), len(COLUMNS)), np.nan)
         if joined:
-            rows[places] = self._rows(joined)
+            rows[list(joined)] = self._rows(list(joined.values()))
+        for place, row in apart.items():
+            rows[place] = row
         return rows
 
     def _rows(self, arrays: list[Values]) -> Rows:
         sizes = tuple([a.size for a in arrays])
         if sizes != self._sizes:
             self._make_room(sizes)
-        starts, joined, squares, nonzero = self._starts, self._joined, self._squares, self._nonzero
-        np.concatenate(arrays, out=joined)
+        rows = self._quiet.run(self._reduce, arrays)
+        squares = rows[:, 3].tolist()
+        rows /= self._divisors
+        np.sqrt(rows[:, 3], out=rows[:, 3])
+        for place, total in enumerate(squares):
+            if not TINY < total < HUGE:
+                _put_right(rows[place], arrays[place], sizes[place])
+        return rows
+
+    def _reduce(self, arrays: list[Values]) -> Rows:
+        """Return sum, max, min, sum of squares, and number of non-zero values of each array."""
+        joined, starts = self._joined, self._starts
         rows = np.zeros((len(arrays), len(COLUMNS)))
-        with np.errstate(all="ignore"):
-            rows[:, 0] = np.add.reduceat(joined, starts)
-            rows[:, 1] = np.maximum.reduceat(joined, starts)
-            rows[:, 2] = np.minimum.reduceat(joined, starts)
-            np.multiply(joined, joined, out=squares)
-            rows[:, 3] = np.add.reduceat(squares, starts)
-            np.not_equal(joined, 0, out=nonzero)
-            rows[:, 4] = np.add.reduceat(nonzero, starts, dtype=np.intp)
-            odd = [place for place, total in enumerate(rows[:, 3].tolist()) if not TINY < total < HUGE]
-            rows /= self._divisors
-            np.sqrt(rows[:, 3], out=rows[:, 3])
-        for place in odd:
-            _put_right(rows[place], arrays[place], sizes[place])
+        np.concatenate(arrays, out=joined)
+        rows[:, 0] = np.add.reduceat(joined, starts)
+        rows[:, 1] = np.maximum.reduceat(joined, starts)
+        rows[:, 2] = np.minimum.reduceat(joined, starts)
+        np.multiply(joined, joined, out=self._squares)
+        rows[:, 3] = np.add.reduceat(self._squares, starts)
+        np.not_equal(joined, 0, out=self._nonzero)
+        rows[:, 4] = [np.count_nonzero(piece) for piece in self._nonzero_pieces]
         return rows
 
     def _make_room(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
-        self._starts = np.cumsum((0, *sizes[:-1]))
-        self._joined = np.empty(sum(sizes), np.float32)
-        self._squares = np.empty_like(self._joined)
-        self._nonzero = np.empty(len(self._joined), bool)
+        self._sizes, self._starts = sizes, np.cumsum((0, *sizes[:-1]))
+        self._joined, self._squares = np.empty((2, sum(sizes)), np.float32)
+        self._nonzero = np.empty(sum(sizes), bool)
+        self._nonzero_pieces = np.split(self._nonzero, self._starts[1:])
         self._divisors = np.ones((len(sizes), len(COLUMNS)))
         self._divisors[:, 0] = self._divisors[:, 4] = sizes
 
@@ -103,6 +115,11 @@ def total_norm(rows: Rows) -> float:
     return math.hypot(*known)
 
 
+def any_nonfinite(rows: Rows) -> bool:
+    """Return whether any value of any tensor is NaN or infinite."""
+    return any(count > 0 for count in rows[:, 5].tolist())
+
+
 def update_ratios(before: Sequence[Tensor], after: Sequence[Tensor]) -> NDArray[np.float64]:
     """Return |after − before| / |before| of each tensor; NaN where a tensor was all zeros.
 
@@ -111,9 +128,17 @@ def update_ratios(before: Sequence[Tensor], after: Sequence[Tensor]) -> NDArray[
     >>> update_ratios([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 4.5])]).tolist()
     [0.1]
     """
-    pairs = [torch.stack([(a - b).norm(), b.norm()]) for a, b in zip(after, before, strict=True)]
-    change, size = torch.stack(pairs).double().cpu().numpy().T
-    return np.divide(change, size, out=np.full(len(pairs), np.nan), where=size > 0)
+    return np.array([_update_ratio(flat(b)[0], flat(a)[0]) for a, b in zip(after, before, strict=True)])
+
+
+def _update_ratio(before: Values, after: Values) -> float:
+    change = size = 0.0
+    with np.errstate(all="ignore"):
+        for start in range(0, before.size, BLOCK):
+            old = before[start : start + BLOCK].astype(np.float64)  # float32 squares of small updates would vanish
+            new = after[start : start + BLOCK] - old
+            change, size = change + _dot(new, new), size + _dot(old, old)
+    return math.sqrt(change / size) if size > 0 and change >= 0 else math.nan
 
 
 def flat(tensor: Tensor) -> tuple[Values, int]:
@@ -147,14 +172,23 @@ def _row(values: Values, size: int) -> Rows:
     with np.errstate(all="ignore"):
         for start in range(0, values.size, BLOCK):
             block = values[start : start + BLOCK]
-            total += float(np.dot(block, ones[: block.size]))  # dot is vectorised, add.reduce is not
-            squares += float(np.dot(block, block))
+            total += _dot(block, ones[: block.size])  # dot is vectorised, add.reduce is not
+            squares += _dot(block, block)
             nonzero += int(np.count_nonzero(block != 0))  # counting the comparison is five times as fast
             low, high = np.minimum(low, block.min()), np.maximum(high, block.max())  # both keep a NaN
         row = np.array([total / size, high, low, np.sqrt(squares), nonzero / size, 0.0])
         if not TINY < squares < HUGE:
             _put_right(row, values, size)
     return row
+
+
+def _dot(a: Values, b: Values) -> float:
+    """Return the dot product on one thread: a BLAS that starts more of them makes the training wait for the monitor."""
+    if a.size <= UNTHREADED:
+        return float(np.dot(a, b))
+    whole = a.size - a.size % UNTHREADED
+    rows = np.vecdot(a[:whole].reshape(-1, UNTHREADED), b[:whole].reshape(-1, UNTHREADED))
+    return float(rows.sum()) + float(np.dot(a[whole:], b[whole:]))
 
 
 @functools.cache

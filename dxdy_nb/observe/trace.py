@@ -41,6 +41,7 @@ STEP_COLUMNS = (
     "update_time",
     "memory",
 )
+HEAD = ("step", *STEP_COLUMNS, "skipped", "bad_count")
 MAX_BAD_SAMPLES = 64  # ids kept a step; a step that goes wrong as a whole needs no more of them
 
 
@@ -56,10 +57,7 @@ class Layout:
         """The record of one step."""
         return np.dtype(
             [
-                ("step", "<i8"),
-                ("values", "<f8", len(STEP_COLUMNS)),
-                ("skipped", "<i8"),
-                ("bad_count", "<i8"),
+                ("head", "<f8", len(HEAD)),  # float64 holds every step number that a run can reach
                 ("bad_samples", "<i8", MAX_BAD_SAMPLES),
                 ("gradients", "<f8", (len(self.parameters), len(GRADIENT_COLUMNS))),
                 ("crc", "<u4"),
@@ -83,7 +81,8 @@ class TraceWriter:
         self.folder = folder
         self._kept: list[bytes] = []
         record = np.zeros(1, layout.record)  # filled anew at each step, and written as it lies
-        self._fields = {name: record[name] for name in layout.record.names or ()}
+        self._head, self._bad_samples, self._crc = record["head"][0], record["bad_samples"][0], record["crc"]
+        self._gradients, self._ratios = record["gradients"][0, :, :-1], record["gradients"][0, :, -1]
         self._bytes = record.view(np.uint8).data
         self._file: int | None = None
         if folder is not None:
@@ -100,16 +99,12 @@ class TraceWriter:
         bad_samples: Sequence[int] = (),
     ) -> None:
         """Store one step; the call returns when the operating system has it."""
-        fields = self._fields
-        fields["step"][0] = step
-        fields["values"][0] = [values[name] for name in STEP_COLUMNS]
-        fields["skipped"][0] = skipped
-        fields["bad_count"][0] = len(bad_samples)
+        self._head[:] = (step, *[values[name] for name in STEP_COLUMNS], skipped, len(bad_samples))
         if bad_samples:
-            fields["bad_samples"][0, : len(bad_samples)] = bad_samples[:MAX_BAD_SAMPLES]
-        fields["gradients"][0, :, :-1] = gradients
-        fields["gradients"][0, :, -1] = np.nan if update_ratios is None else update_ratios
-        fields["crc"][0] = zlib.crc32(self._bytes[:-4])
+            self._bad_samples[: len(bad_samples)] = bad_samples[:MAX_BAD_SAMPLES]
+        self._gradients[:] = gradients
+        self._ratios[:] = np.nan if update_ratios is None else update_ratios
+        self._crc[0] = zlib.crc32(self._bytes[:-4])
         if self._file is None or not self._write(self._file, step):
             self._kept.append(bytes(self._bytes))
 
@@ -168,13 +163,15 @@ class Trace:
         """One row a step, times in seconds, memory in bytes, index ``step``."""
         import pandas as pd
 
-        table = pd.DataFrame(self.records["values"], columns=list(STEP_COLUMNS))
+        head = self.records["head"]
+        table = pd.DataFrame(head[:, 1 : 1 + len(STEP_COLUMNS)], columns=list(STEP_COLUMNS))
         table["effective_batch"] = table["effective_batch"].astype(int)
-        table["skipped"] = self.records["skipped"].astype(bool)
+        table["skipped"] = head[:, -2].astype(bool)
+        counts = head[:, -1].astype(int)
         table["bad_samples"] = [
-            row["bad_samples"][: min(int(row["bad_count"]), MAX_BAD_SAMPLES)].tolist() for row in self.records
+            ids[:count].tolist() for ids, count in zip(self.records["bad_samples"], counts, strict=True)
         ]
-        table.index = pd.Index(self.records["step"].astype(int), name="step")
+        table.index = pd.Index(head[:, 0].astype(int), name="step")
         return table
 
     @property
@@ -183,7 +180,7 @@ class Trace:
         import pandas as pd
 
         index = pd.MultiIndex.from_product(
-            [self.records["step"].astype(int), self.layout.parameters], names=["step", "parameter"]
+            [self.records["head"][:, 0].astype(int), self.layout.parameters], names=["step", "parameter"]
         )
         flat = self.records["gradients"].reshape(-1, len(GRADIENT_COLUMNS))
         return pd.DataFrame(flat, index=index, columns=list(GRADIENT_COLUMNS))

@@ -108,7 +108,8 @@ def train_step(
     loss.backward()
     value = loss.item()
     if math.isfinite(value):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
     return value
 
@@ -116,7 +117,7 @@ def train_step(
 @torch.no_grad()
 def evaluate(model: nn.Module, samples: datasets.Samples, loss_fn: LossFn, batch_size: int = 512) -> dict[str, float]:
     """Return mean loss and accuracy over all samples, in eval mode and without a graph."""
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
     model.eval()
     loss, correct = 0.0, 0
@@ -124,7 +125,8 @@ def evaluate(model: nn.Module, samples: datasets.Samples, loss_fn: LossFn, batch
         logits, y = model(x.to(device)), y.to(device)
         loss += loss_fn(logits, y).item() * len(y)  # the last batch is smaller: weigh it by its samples
         correct += int((logits.argmax(dim=1) == y).sum())
-    model.train(training)
+    for module, mode in modes:  # one by one: a frozen part stays in eval mode
+        module.training = mode
     return {"loss": round(loss / len(samples), DECIMALS), "accuracy": round(correct / len(samples), DECIMALS)}
 
 

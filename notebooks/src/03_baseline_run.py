@@ -235,7 +235,7 @@ print("softmax minus one-hot: agrees within 1e-12 (float64)")
 #
 # Now one whole step, as a function. Old gradients go first, because backward *adds* to what is there.
 # A loss that is not finite is returned without a step, so that it never reaches the weights.
-# `clip_grad_norm_` with an infinite limit changes nothing.
+# It clips only when it is given a limit: here it is not.
 
 # %%
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -256,7 +256,8 @@ def train_step(
     loss.backward()
     value = loss.item()
     if math.isfinite(value):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
     return value
 
@@ -333,7 +334,7 @@ with torch.no_grad():
 # %% tags=["same-as:dxdy_nb.training.loop.evaluate"]
 @torch.no_grad()
 def evaluate(model: nn.Module, samples: datasets.Samples, loss_fn: LossFn, batch_size: int = 512) -> dict[str, float]:
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
     model.eval()
     loss, correct = 0.0, 0
@@ -341,7 +342,8 @@ def evaluate(model: nn.Module, samples: datasets.Samples, loss_fn: LossFn, batch
         logits, y = model(x.to(device)), y.to(device)
         loss += loss_fn(logits, y).item() * len(y)  # the last batch is smaller: weigh it by its samples
         correct += int((logits.argmax(dim=1) == y).sum())
-    model.train(training)
+    for module, mode in modes:  # one by one: a frozen part stays in eval mode
+        module.training = mode
     return {"loss": round(loss / len(samples), DECIMALS), "accuracy": round(correct / len(samples), DECIMALS)}
 
 
