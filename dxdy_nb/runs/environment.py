@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 LARGEST_DIFF = 1_000_000  # characters: a diff is kept to be read
@@ -19,7 +20,9 @@ def describe(model: torch.nn.Module | None = None, data: Any = None) -> dict[str
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: importlib.metadata.version(name) for name in ("torch", "numpy", "dxdy_nb")},
+        "torch": torch.__version__,  # with the build, which the installed package's own version leaves out
+        "numpy": np.__version__,
+        "dxdy_nb": importlib.metadata.version("dxdy_nb"),
         "project": Path(top.strip() if top else Path.cwd()).name,
         "commit": commit.strip() if commit else None,
         "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
