@@ -79,7 +79,7 @@ def test_what_is_installed_is_what_is_pinned(item):
 def test_a_record_says_where_a_run_took_place():
     seen = environment.describe(CNN(), torch.zeros(1))
     assert seen["torch"] == torch.__version__
-    assert seen["packages"]["dxdy_nb"] == PROJECT["version"]
+    assert seen["dxdy_nb"] == PROJECT["version"]
     assert seen["python"] == ".".join(map(str, sys.version_info[:3]))
     assert seen["threads"] == torch.get_num_threads()
     assert (seen["cuda"], len(seen["gpus"])) == (torch.version.cuda, torch.cuda.device_count())
