@@ -17,6 +17,7 @@ from torch import Tensor
 from dxdy_nb.errors import DxdyError, suggestion
 
 SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "src"
+LONGEST = 200  # characters of an answer that are shown
 COLOURS = {"right": "#1b7837", "wrong": "#b2182b", "open": "#5e6a75"}
 
 
@@ -163,9 +164,13 @@ class Lesson:
         if name not in self.exercises:
             raise DxdyError(f"{self.name} has no exercise {name!r}.{suggestion(name, self.exercises)}")
         exercise = self.exercises[name]
-        if _untouched(exercise, answer):
-            return Note("open", f"{name}: not tried yet. Put your own in place of every ..., then run the cell again.")
-        problem = judge(exercise, answer)
+        try:
+            if _untouched(exercise, answer):
+                text = f"{name}: not tried yet. Put your own in place of every ..., then run the cell again."
+                return Note("open", text)
+            problem = judge(exercise, answer)
+        except Exception as error:  # a list within itself, an object that cannot be compared: no answer ends a lesson
+            problem = f"this cannot be judged ({type(error).__name__}). Hand over {_kind(exercise.solution)}."
         return Note("wrong", f"{name}: {problem}") if problem else Note("right", f"{name}: right.")
 
     def score(self) -> Score:
@@ -222,7 +227,7 @@ def _judge_function(exercise: Exercise, answer: Any) -> str | None:
     if not callable(answer):
         return f"a function is asked for, this is {_kind(answer)}. Hand over its name, without calling it."
     outcomes = [_call(answer, arguments) for arguments in exercise.trials]
-    raised = next((outcome for outcome in outcomes if isinstance(outcome, Exception)), None)
+    raised = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
     if raised is not None:
         return f"it raised {type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else 'no message'}"
     if all(outcome is None for outcome in outcomes):
@@ -278,7 +283,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     fresh = copy.deepcopy(arguments)  # what one function changes in place, the next one must not see
     try:
         return function(*fresh)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return error
 
 
@@ -331,6 +336,13 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _agrees(guess: Any, measured: Any) -> bool:
+    try:
+        return _near(guess, measured)
+    except Exception:  # whatever cannot be compared does not agree
+        return False
+
+
+def _near(guess: Any, measured: Any) -> bool:
     guess, measured = _plain(guess), _plain(measured)
     if isinstance(measured, str) or isinstance(guess, str):
         return str(guess).strip().casefold() == str(measured).strip().casefold()
@@ -338,7 +350,7 @@ def _agrees(guess: Any, measured: Any) -> bool:
         return guess is measured
     try:
         return math.isclose(float(guess), float(measured), rel_tol=0.05)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return bool(guess == measured)
 
 
@@ -358,4 +370,8 @@ def _kind(value: Any) -> str:
 def _show(value: Any) -> str:
     if value is None:
         return "—"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    try:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    except Exception:  # of an object, of a number with too many digits, of a list thousands deep
+        return f"{_kind(value)} that cannot be shown"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

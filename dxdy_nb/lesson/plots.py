@@ -157,8 +157,8 @@ def _line(ax: Any, x: Any, y: Any, label: str) -> None:
     finite = np.isfinite(values)
     ax.plot(x, values, linewidth=1.2)
     ax.set(xlabel="step", ylabel=label)
-    if finite.any() and values[finite].min() > 0:
-        ax.set_yscale("log")
+    if finite.any() and values[finite].min() > 0 and values[finite].max() > 10 * values[finite].min():
+        ax.set_yscale("log")  # within one decade a log axis would have no number on it
     for step in np.asarray(x)[~finite]:
         ax.axvline(step, color=PALETTE[1], linewidth=0.8)  # a non-finite value is a place, not a gap
 
@@ -190,5 +190,5 @@ def _update_ratios(ax: Any, ratios: "pd.Series[float]") -> None:
         label = name if (values > 0).any() else "_"  # matplotlib lists no name that begins so: this one never moved
         ax.plot(table.index, np.where(values > 0, values, np.nan), linewidth=1, marker=".", label=label)
     ax.set(xlabel="step", ylabel="|update| / |weight|", yscale="log")
-    if len(table.columns) <= 12:
+    if len(table.columns) <= 12 and ax.get_legend_handles_labels()[1]:
         ax.legend(fontsize=6, frameon=False, ncols=2)
