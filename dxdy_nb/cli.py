@@ -97,16 +97,23 @@ def _run(options: argparse.Namespace) -> int:
     if options.all and (options.parameter or options.out):
         raise DxdyError("run --all: takes no -p and no --out, since lessons have different parameters.")
     given = parse_assignments(options.parameter)
-    done = []
+    done, refused = [], False
     for lesson in lessons.names() if options.all else [options.lesson]:
-        done.append(lessons.run(lesson, given, options.out))
+        try:
+            done.append(lessons.run(lesson, given, options.out))
+        except DxdyError as error:
+            if not options.all:
+                raise
+            print(f"dxdy: {error}", file=sys.stderr)  # the other lessons may be all right
+            refused = True
+            continue
         if done[-1].failure:  # at once: nobody should wait for the other lessons to learn of it
             print(f"{done[-1].lesson}: {done[-1].failure}\n", file=sys.stderr)
     if options.json:
         print(json.dumps([{**asdict(one), "notebook": str(one.notebook)} for one in done], indent=1))
     else:
         print(_table(done))
-    if any(one.bad_input for one in done):
+    if refused or any(one.bad_input for one in done):
         return BAD_INPUT
     return FINE if all(one.status == "completed" for one in done) else PROBLEM
 

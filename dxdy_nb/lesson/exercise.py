@@ -71,6 +71,7 @@ class Note:
 
     state: str
     text: str
+    folded: str = ""  # what a notebook shows only when it is asked: a result before its prediction would spoil it
 
     @property
     def right(self) -> bool:
@@ -78,11 +79,14 @@ class Note:
         return self.state == "right"
 
     def __repr__(self) -> str:
-        return f"{ {'right': '✓', 'wrong': '✗', 'open': '·'}[self.state] } {self.text}"
+        return " ".join(filter(None, ({"right": "✓", "wrong": "✗", "open": "·"}[self.state], self.text, self.folded)))
 
     def _repr_html_(self) -> str:
         style = f"border-left:4px solid {COLOURS[self.state]};padding:2px 10px"
-        return f'<div style="{style}">{html.escape(repr(self))}</div>'
+        shown = html.escape(repr(Note(self.state, self.text)))
+        if self.folded:
+            shown = f"<details><summary>{shown}</summary>{html.escape(self.folded)}</details>"
+        return f'<div style="{style}">{shown}</div>'
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ class Lesson:
         self.guesses[question] = (guess, None)
         if guess is None:
             return Note("open", f"{question}: no prediction yet. Put yours in place of None; then run on.")
-        return Note("open", f"{question}: you say {_show(guess)}. Now run the next cell.")
+        return Note("open", f"{question}: you say {_show(guess)}. Now run on.")
 
     def reveal(self, question: str, measured: Any) -> Note:
         """Show what was measured beside what was predicted.
@@ -149,7 +153,7 @@ class Lesson:
         guess, _ = self.guesses[question]
         self.guesses[question] = (guess, measured)
         if guess is None:
-            return Note("open", f"{question}: measured {_show(measured)}. You made no prediction.")
+            return Note("open", f"{question}: you made no prediction.", f"Measured: {_show(measured)}.")
         if _agrees(guess, measured):
             return Note("right", f"{question}: you said {_show(guess)}, measured {_show(measured)}.")
         return Note(

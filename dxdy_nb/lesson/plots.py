@@ -148,7 +148,7 @@ def _panels(figure: Figure | None, alt: str) -> tuple[Figure, Any]:
         return new_figure(alt, 9.0, 5.4, 2, 2)
     figure.clear()
     figure.set_layout_engine("none")  # to find the best layout costs as much as to draw: a live view does without
-    room = {"left": 0.1, "right": 0.98, "bottom": 0.09, "top": 0.97, "wspace": 0.28, "hspace": 0.3}
+    room = {"left": 0.1, "right": 0.98, "bottom": 0.09, "top": 0.97, "wspace": 0.42, "hspace": 0.3}
     return figure, _dress(figure.subplots(2, 2, gridspec_kw=room))
 
 

@@ -171,6 +171,7 @@ class _LessonFailed(Exception):
 def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
     """Run papermill, and turn the ways in which a lesson can fail into one."""
     import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.iorw import papermill_io
 
@@ -193,6 +194,8 @@ def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
         raise _LessonFailed(_story(error.cell_index, error.source, f"{error.ename}: {error.evalue}")) from None
     except DeadKernelError:
         raise _LessonFailed("the kernel died. Was it killed, or out of memory?") from None
+    except (RuntimeError, NoSuchKernel) as error:  # what a cell raises comes as papermill's own error
+        raise _LessonFailed(f"the kernel did not start: {error}. Install the workbook anew with make lab.") from None
     except CellTimeoutError as error:
         raise _LessonFailed(f"a cell took longer than {CELL_TIMEOUT} s. {str(error).splitlines()[0]}") from None
 
