@@ -1,8 +1,10 @@
 """Every field of a configuration changes the run; whatever is wrong with one is said at once and by name."""
 
 import dataclasses
+from enum import StrEnum
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -200,7 +202,7 @@ def test_yaml_that_holds_no_fields_is_refused(here, text):
         dx.RunConfig.load("run.yaml")
 
 
-@pytest.mark.parametrize("content", [b"lr: [1", b"lr: \xff\xfe", b"lr: 2026-13-45", b"? [a]\n: 1"])
+@pytest.mark.parametrize("content", [b"lr: [1", b"lr: \xff\xfe", b"lr: 2026-13-45", b"? [a]\n: 1", b"[" * 5000])
 def test_a_file_that_is_not_yaml_is_named(here, content):
     (here / "run.yaml").write_bytes(content)
     with says("^run.yaml: not YAML"):
@@ -220,6 +222,30 @@ def test_a_number_that_yaml_reads_as_text_is_a_number(here):
     assert type(config.max_steps) is int
 
 
+def test_numbers_of_numpy_are_numbers():
+    config = dx.RunConfig(lr=np.float32(0.5), seed=np.int64(3), momentum=np.float64(0.5))
+    assert config == dx.RunConfig(lr=0.5, seed=3, momentum=0.5)
+    assert [type(v) for v in (config.lr, config.seed, config.momentum)] == [float, int, float]
+
+
+def test_a_text_of_another_kind_is_kept_as_a_plain_one(here):
+    config = dx.RunConfig(optimizer=StrEnum("Kinds", ["ADAM"]).ADAM)
+    config.save("config.yaml")
+    assert dx.RunConfig.load("config.yaml") == config == dx.RunConfig(optimizer="adam")
+
+
+@pytest.mark.parametrize("value", [np.array(["cnn", "mlp"]), np.bool_(True), SimpleNamespace()])
+def test_what_no_field_holds_is_refused(value):
+    with says("^model: expected one of cnn, mlp, gru; got "):
+        dx.RunConfig(model=value)
+
+
+@pytest.mark.parametrize("path", ["absent/config.yaml", "."])
+def test_a_configuration_that_cannot_be_written_is_told_with_its_path(here, path):
+    with says(f"^{path}: cannot be written"):
+        dx.RunConfig().save(path)
+
+
 def test_override_takes_texts_and_leaves_the_rest_alone():
     config = dx.RunConfig(momentum=0.5).override({"lr": "0.1", "seed": "3", "max_steps": None})
     assert config == dx.RunConfig(momentum=0.5, lr=0.1, seed=3)
@@ -236,7 +262,7 @@ def test_assignments_are_read_as_numbers_truths_and_texts():
     assert parse_assignments(items) == expected
 
 
-@pytest.mark.parametrize("text", ["[1", "2026-13-45"])
+@pytest.mark.parametrize("text", ["[1", "2026-13-45", "[" * 5000])
 def test_an_assignment_that_is_not_yaml_is_a_text(text):
     assert parse_assignments([f"name={text}"]) == {"name": text}
 

@@ -402,3 +402,73 @@ def test_numbered_lines_may_be_given_as_numbers():
     asked = ask(["1", "2"], before=(("1", "2", "two reads what one makes."),))
     assert judge(asked, [1, 2]) is None
     assert judge(asked, [2, 1]) == "two reads what one makes."
+
+
+# ---- no answer ends a lesson
+
+
+class Refuses:
+    """It can be neither compared nor shown, and has no attributes."""
+
+    def __eq__(self, other):
+        raise ZeroDivisionError
+
+    __hash__ = object.__hash__
+
+    def __repr__(self):
+        raise ZeroDivisionError
+
+    def __getattr__(self, name):
+        raise ZeroDivisionError
+
+
+def raises_without_words(x):
+    class WordlessError(Exception):
+        def __str__(self):
+            raise ZeroDivisionError
+
+    raise WordlessError
+
+
+def leaves(x):
+    raise SystemExit(3)
+
+
+def in_itself():
+    values = [1.0]
+    values.append(values)
+    return values
+
+
+ABSURD = {
+    "an object that refuses": Refuses(),
+    "a list within itself": in_itself(),
+    "a number of many digits": 10**5000,
+    "a number beyond floats": 10**400,
+    "a long list": list(range(10_000)),
+    "a class with a method of tensors": torch.Tensor,
+    "a tensor without numbers": torch.empty(3, device="meta"),
+    "a sparse tensor": torch.eye(3).to_sparse(),
+    "an error that cannot be shown": raises_without_words,
+    "a function that ends the program": leaves,
+    "a generator": (n for n in [1]),
+    "a generator function": lambda x: (yield x),
+    "a list that holds itself, from a function": lambda x: in_itself(),
+}
+
+
+@pytest.mark.parametrize("answer", ABSURD.values(), ids=ABSURD)
+@pytest.mark.parametrize("name", ["slope", "pair", "double", "order"])
+def test_an_absurd_answer_is_wrong_and_no_more(lesson, name, answer):
+    note = lesson.check(name, answer)
+    assert note.state == "wrong"
+    assert len(repr(note)) < 400
+    assert f"{SECRET:g}" not in repr(note)
+
+
+@pytest.mark.parametrize("guess", ABSURD.values(), ids=ABSURD)
+@pytest.mark.parametrize("measured", [1.5, "yes", True, [1.0, 2.0], torch.ones(3), None])
+def test_an_absurd_prediction_is_kept_and_shown_in_short(lesson, guess, measured):
+    shown = [lesson.predict("?", guess), lesson.reveal("?", measured), lesson.score()]
+    assert shown[1].state == "wrong"
+    assert all(len(repr(thing)) < 600 and thing._repr_html_() for thing in shown)

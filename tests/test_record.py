@@ -3,7 +3,10 @@
 import json
 import math
 import os
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 import dxdy_nb as dx
+from dxdy_nb.runs import record
 from dxdy_nb.runs.record import LESSON_FOLDER, Recorder, new_folder, status_of, write_json
 from dxdy_nb.training import loop
 
@@ -164,6 +168,170 @@ def test_a_folder_that_cannot_be_written_is_told_before_training(here, monkeypat
         dx.train(SHORT, out=place)
 
 
+def full(*arguments):
+    raise OSError(28, "No space left on device")
+
+
+def fill_disk_at(monkeypatch, step):
+    """Let every write of a result fail from a step of the reference loop on."""
+    steps, train_step = iter(range(1000)), loop.train_step
+
+    def watched(*arguments):
+        if next(steps) == step:
+            monkeypatch.setattr(record, "write_json", full)
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+
+
+def test_a_disk_that_fills_up_costs_one_message_and_no_trained_model(tmp_path, monkeypatch):
+    fill_disk_at(monkeypatch, 3)
+    with pytest.warns(RuntimeWarning, match=r"result\.json: No space left on device\. The run goes on") as said:
+        run = dx.train(SHORT.override({"max_steps": 14}), out=tmp_path / "run")
+    assert len(said) == 1
+    assert (run.status, len(run.steps), len(run.validation)) == ("completed", 14, 2)
+    assert run.model is not None
+    assert "test_accuracy" in run.metrics
+
+
+def test_the_status_is_stored_where_the_metrics_do_not_fit(tmp_path, monkeypatch):
+    write_json = record.write_json
+
+    def nearly_full(path, value):
+        if value.get("validation"):
+            full()
+        write_json(path, value)
+
+    monkeypatch.setattr(record, "write_json", nearly_full)
+    with pytest.warns(RuntimeWarning, match="its newest metrics are not stored"):
+        dx.train(SHORT, out=tmp_path / "run")
+    run = dx.Run.load(tmp_path / "run")
+    assert (run.status, run.metrics, len(run.steps)) == ("completed", {}, 6)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "trace.bin"])
+def test_a_disk_that_is_full_at_the_start_is_told_before_training(tmp_path, monkeypatch, name):
+    fail_at(monkeypatch, 0, AssertionError("training began"))
+    write_text = record.write_text
+    monkeypatch.setattr(
+        record, "write_text", lambda path, text: (full if path.name == name else write_text)(path, text)
+    )
+    if name != "environment.json":
+        monkeypatch.setattr(*{"config.yaml": (Path, "write_text"), "trace.bin": (os, "open")}[name], full)
+    with pytest.raises(dx.DxdyError, match=r"cannot be written \(No space left on device\)"):
+        dx.train(SHORT, out=tmp_path / "run")
+    monkeypatch.undo()
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
+
+
+def test_a_disk_without_room_for_the_first_word_leaves_no_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "_json", full)
+    with pytest.raises(dx.DxdyError, match="cannot be written"):
+        dx.train(SHORT, out=tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize("room", [4, 40])
+def test_a_text_that_does_not_fit_leaves_the_old_one(tmp_path, room):
+    path = tmp_path / "x.json"
+    write_json(path, {"status": "running"})
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(OSError):
+            write_json(path, {"status": "running", "more": "x" * 100})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_vanishes_costs_no_trained_model(tmp_path, monkeypatch):
+    train_step = loop.train_step
+
+    def vanish(*arguments):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", vanish)
+    with pytest.warns(RuntimeWarning, match=r"result\.json: No such file or directory"):
+        run = dx.train(SHORT, out=tmp_path / "run")
+    assert run.status == "completed"
+    assert "test_accuracy" in run.metrics
+
+
+def test_a_run_is_recorded_where_it_began_wherever_the_loop_goes(here, monkeypatch):
+    (here / "elsewhere").mkdir()
+    train_step = loop.train_step
+
+    def wander(*arguments):
+        os.chdir(here / "elsewhere")
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", wander)
+    dx.train(SHORT, out="run")
+    assert (dx.Run.load(here / "run").status, len(dx.Run.load(here / "run").steps)) == ("completed", 6)
+    assert list((here / "elsewhere").iterdir()) == []
+
+
+def test_ctrl_c_before_the_first_step_is_recorded_too(tmp_path, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(loop, "write_environment", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dx.train(SHORT, out=tmp_path / "run")
+    assert dx.Run.load(tmp_path / "run").status == "interrupted"
+
+
+def test_a_second_ctrl_c_does_not_leave_a_run_that_says_it_is_running(tmp_path, monkeypatch):
+    fail_at(monkeypatch, 4, KeyboardInterrupt())
+    fsync, interrupts = os.fsync, []
+
+    def impatient(file):
+        if '"status": "interrupted"' in Path(f"/proc/self/fd/{file}").read_text() and not interrupts:
+            interrupts.append(1)
+            raise KeyboardInterrupt
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        dx.train(SHORT, out=tmp_path / "run")
+    assert interrupts
+    assert dx.Run.load(tmp_path / "run").status == "interrupted"
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", record.FILES)
+def test_no_file_that_is_there_is_overwritten(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(dx.DxdyError, match=f"^{tmp_path}: already holds a run \\({name}\\)"):
+        dx.train(SHORT, out=tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_of_two_runs_that_want_one_folder_at_once_one_gets_it(tmp_path):
+    assert new_folder("x", tmp_path) == new_folder("x", tmp_path)
+    Recorder(tmp_path, kind="training")
+    before = (tmp_path / "result.json").read_bytes()
+    with pytest.raises(dx.DxdyError, match="already holds a run"):
+        Recorder(tmp_path, kind="lesson")
+    assert (tmp_path / "result.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["x\0y", "x" * 300])
+def test_a_name_that_no_folder_can_have_is_refused(here, name):
+    with pytest.raises(dx.DxdyError, match="cannot be written"):
+        dx.train(SHORT, out=name)
+
+
+def test_what_is_no_configuration_is_refused(here):
+    with pytest.raises(dx.DxdyError, match=r"train: expected a dx\.RunConfig as config, got dict"):
+        dx.train({"lr": 0.1})
+    assert list(here.iterdir()) == []
+
+
 def test_two_runs_started_in_one_second_get_two_folders(here):
     assert new_folder("digits") != new_folder("digits")
 
@@ -229,7 +397,38 @@ def test_results_of_a_lesson_are_added_to_its_record(tmp_path, monkeypatch):
     assert (stored["status"], stored["kind"]) == ("running", "lesson")
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "3", '"text"', "{}", '{"status": "running"}', "{", b"\xff"])
+def test_a_result_that_cannot_be_stored_does_not_end_the_lesson(tmp_path, monkeypatch):
+    monkeypatch.setenv(LESSON_FOLDER, str(tmp_path / "gone"))
+    with pytest.warns(RuntimeWarning, match=r"The lesson goes on; not stored: accuracy, steps\."):
+        dx.result(accuracy=0.5, steps=3)
+    Recorder(tmp_path, kind="lesson")
+    monkeypatch.setenv(LESSON_FOLDER, str(tmp_path))
+    monkeypatch.setattr(record, "write_json", full)
+    with pytest.warns(RuntimeWarning, match=r"No space left on device\. The lesson goes on"):
+        dx.result(accuracy=0.5)
+
+
+def test_the_record_of_a_lesson_is_not_taken_for_a_training_run(tmp_path):
+    Recorder(tmp_path, kind="lesson", lesson="02_hand_check")
+    with pytest.raises(dx.DxdyError, match="holds a lesson, no training run"):
+        dx.Run.load(tmp_path)
+
+
+DAMAGED = [
+    '{"status": "done"}',
+    '{"status": ["completed"]}',
+    '{"status": "completed", "metrics": 3}',
+    '{"status": "completed", "validation": [3]}',
+    '{"status": "completed", "validation": 3}',
+    '{"status": "running", "process": 3}',
+    json.dumps({"status": "running", "process": {"host": socket.gethostname(), "pid": math.inf, "started": 0}}),
+    "[" * 100_000,
+]
+
+
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", "3", '"text"', "{}", '{"status": "running"}', "{", b"\xff", *DAMAGED]
+)
 def test_what_is_no_run_is_refused_with_its_path(tmp_path, content):
     if content is not None:
         (tmp_path / "result.json").write_bytes(content if isinstance(content, bytes) else content.encode())

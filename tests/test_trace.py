@@ -2,10 +2,12 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -136,6 +138,49 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "a_file").write_text("")
     with pytest.raises(DxdyError, match=f"^{tmp_path}/a_file/trace: cannot be written"):
         TraceWriter(LAYOUT, tmp_path / "a_file" / "trace")
+
+
+def test_a_folder_that_is_a_file_is_not_called_a_trace(tmp_path):
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(DxdyError, match="a_file: cannot be written"):
+        TraceWriter(LAYOUT, tmp_path / "a_file")
+
+
+@pytest.mark.parametrize("name", ["x\0y", "x" * 300])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    with pytest.raises(DxdyError, match="cannot be written"):
+        TraceWriter(LAYOUT, tmp_path / name)
+
+
+def test_a_description_alone_is_not_overwritten(tmp_path):
+    (tmp_path / "trace.json").write_text("mine")
+    with pytest.raises(DxdyError, match="already holds a trace"):
+        TraceWriter(LAYOUT, tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("trace.json", "mine")]
+
+
+@pytest.mark.parametrize("room", [0, HEADER, HEADER + 10])
+def test_a_disk_that_is_full_at_the_start_leaves_the_folder_as_it_was(tmp_path, room):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        with pytest.raises(DxdyError, match=f"^{tmp_path}: cannot be written") as caught:
+            TraceWriter(LAYOUT, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "as out=" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    TraceWriter(LAYOUT, tmp_path).close()
+
+
+def test_a_loop_may_go_to_another_directory(here):
+    writer = TraceWriter(LAYOUT, Path("run"))
+    fill(writer, [0])
+    (here / "elsewhere").mkdir()
+    os.chdir(here / "elsewhere")
+    fill(writer, [1])
+    writer.close()
+    assert writer.read().steps.index.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(
