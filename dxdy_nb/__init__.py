@@ -8,6 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dxdy_nb.autograd.check import check_gradients as check_gradients
+    from dxdy_nb.autograd.graph import graph as graph
+    from dxdy_nb.autograd.record import record as record
     from dxdy_nb.config import RunConfig as RunConfig
     from dxdy_nb.errors import DxdyError as DxdyError
     from dxdy_nb.lesson.live import live as live
@@ -20,7 +23,10 @@ _HOMES = {
     "DxdyError": "errors",
     "Run": "runs.record",
     "RunConfig": "config",
+    "check_gradients": "autograd.check",
+    "graph": "autograd.graph",
     "live": "lesson.live",
+    "record": "autograd.record",
     "result": "runs.record",
     "train": "training.loop",
     "watch": "observe.observer",
