@@ -6,14 +6,17 @@ forward pass made them), so that the depth of a node is known when it is reached
 """
 
 import functools
+import gc
 import heapq
+import itertools
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +32,12 @@ if TYPE_CHECKING:
 DEEPEST = 32_000
 SMALL = 16  # elements: values of tensors up to this size are kept, to be shown
 LEAF = 2**64 - 1  # the number that torch gives to every accumulating node
+PLACES = 2**32 - 1  # the bits of a priority that hold a node's place
 NO_GRADIENT = (None, None)
 PACKED = "packed"
+REENTRANT = "CheckpointFunction"
+NO_STORAGE = torch.UntypedStorage(0)
+RAW = "_raw_saved_"  # what nodes keep, still packed, under the names that they give it
 # Connected, but the derivative is zero almost everywhere.
 FLAT = {"Round", "Sign", "Floor", "Ceil", "Trunc", "Sgn", "FloorDivide", "Heaviside"}
 
@@ -45,8 +52,10 @@ class Saved(NamedTuple):
     storage: int
 
 
-FREED = Saved("freed", (), "", 0, 0)
+FREED = Saved("freed", (), "freed", 0, 0)
 _Gradient = tuple[float, Tensor | None]
+_Row = TypeVar("_Row", bound=tuple)
+_Parameters = dict[int, tuple[str, nn.Parameter]]  # by the tensor's id
 
 
 class Node(NamedTuple):
@@ -69,7 +78,10 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A way along which a gradient goes: from node ``source`` (its input number ``position``) to output ``slot`` of ``target``."""
+    """A way of a gradient: from node ``source`` (its input number ``position``) to output ``slot`` of node ``target``.
+
+    Both are places in ``Graph.nodes``.
+    """
 
     source: int
     target: int
@@ -131,7 +143,7 @@ class Graph:
 
         return steps(self)
 
-    def draw(self, fold: bool | None = None) -> Any:
+    def draw(self, fold: bool | int | None = None) -> Any:
         """Return a picture: SVG in a notebook, text anywhere else. Above 60 boxes it is folded by module."""
         from dxdy_nb.autograd.draw import draw
 
@@ -186,22 +198,35 @@ def graph(
     """
     refuse(loss)
     model = model if model is not None or record is None else record.model
-    walk = _walk(loss)
-    names = _leaf_names(walk, model, sys._getframe(1))
+    with _no_collection():
+        return _read(loss, model, record, sys._getframe(1), gradients, saved)
+
+
+def _read(
+    loss: Tensor, model: nn.Module | None, record: "Record | None", frame: FrameType, gradients: bool, saved: bool
+) -> Graph:
+    parameters = _parameters(model) if model is not None else {}
     notes: list[str] = []
+    walk = _walk(loss)
+    names = _leaf_names(walk, parameters, frame)
     arriving, along = _gradients(loss, walk, notes) if gradients else ({}, {})
-    kept = [_saved(node) for node in walk.nodes] if saved else [()] * len(walk.nodes)
-    modules = _modules(walk, names, record)
-    nodes = tuple(
-        [
-            _node(node, names.get(place), modules[place], kept[place], walk.depths[place], arriving.get(place), record)
-            for place, node in enumerate(walk.nodes)
-        ]
-    )
-    edges = tuple([Edge(*ends, *along.get((ends[0], ends[2]), NO_GRADIENT)) for ends in walk.edges])
+    nodes = _nodes(walk, names, saved, arriving, record)
+    edges = _edges(walk, along)
     notes += _remarks(nodes)
     leaves = tuple(_leaves(walk, names, nodes))
-    return Graph(nodes, edges, leaves, tuple(_cuts(loss, walk, nodes, leaves, model, record)), tuple(notes))
+    return Graph(nodes, edges, leaves, tuple(_cuts(loss, walk, nodes, leaves, parameters, record)), tuple(notes))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector from running: it would look again and again at many new objects, all in use."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def refuse(loss: Any) -> None:
@@ -216,6 +241,10 @@ def refuse(loss: Any) -> None:
         )
     if loss.numel() != 1:
         raise DxdyError(f"graph: expected a scalar, got shape {tuple(loss.shape)}. Pass loss.sum() or one element.")
+    if not (loss.is_floating_point() or loss.is_complex()):
+        raise DxdyError(
+            f"graph: {loss.dtype} holds whole numbers, which have no gradient. Pass the loss before argmax."
+        )
     if loss.grad_fn is None:
         why = (
             "it is a leaf" if loss.requires_grad else "nothing it was made from requires a gradient, or it was detached"
@@ -223,34 +252,38 @@ def refuse(loss: Any) -> None:
         raise DxdyError(f"graph: this tensor has no graph: {why}. Pass the loss as the forward pass returned it.")
 
 
-@dataclass
-class _Walk:
-    """Nodes in the order of the backward pass, as torch's own objects, and edges as (source, target, position, slot)."""
+class _Walk(NamedTuple):
+    """Torch's nodes in the order of the backward pass; of the edges a list each of source, target, position, slot."""
 
     nodes: list[Any]
     numbers: list[int]
     depths: list[int]
-    edges: list[tuple[int, int, int, int]]
-
-    @property
-    def leaves(self) -> Iterator[tuple[int, Tensor]]:
-        """The places of the leaves and their tensors."""
-        for place, (node, number) in enumerate(zip(self.nodes, self.numbers, strict=True)):
-            if number == LEAF and hasattr(node, "variable"):
-                yield place, node.variable
+    sources: list[int]
+    targets: list[int]
+    positions: list[int]
+    slots: list[int]
+    leaves: dict[int, Tensor]
 
 
 def _walk(tensor: Tensor) -> _Walk:
     root = torch.autograd.graph.get_gradient_edge(tensor).node
-    found, numbers, depths, index = [root], [root._sequence_nr()], [0], {root: 0}
-    waiting = [(-numbers[0], 0)]  # the highest number first: every consumer of a node comes before it
+    found: list[Any] = [root]
+    numbers, depths, place, index = [root._sequence_nr()], [0], [-1], {root: 0}
+    waiting = [0]  # the highest number first: every consumer of a node comes before it
     order: list[int] = []
-    edges: list[tuple[int, int, int, int]] = []
+    sources: list[int] = []
+    targets: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    several = False  # made by several threads, each of which counts for itself?
     while waiting:
-        _, here = heapq.heappop(waiting)
+        here = heapq.heappop(waiting) & PLACES
+        place[here] = len(order)
         order.append(here)
         deeper = depths[here] + 1
-        for position, (node, slot) in enumerate(found[here].next_functions):
+        position = -1
+        for node, slot in found[here].next_functions:
+            position += 1
             if node is None:
                 continue
             there = index.get(node)
@@ -265,100 +298,229 @@ def _walk(tensor: Tensor) -> _Walk:
                 found.append(node)
                 numbers.append(number)
                 depths.append(deeper)
-                heapq.heappush(waiting, (1 if number == LEAF else -number, there))
-            elif deeper > depths[there]:
-                depths[there] = deeper
-            edges.append((here, there, position, slot))
-    place = {old: new for new, old in enumerate(order)}
+                place.append(-1)
+                heapq.heappush(waiting, _priority(number, there))
+            else:
+                several = several or place[there] >= 0
+                if deeper > depths[there]:
+                    depths[there] = deeper
+            sources.append(here)
+            targets.append(there)
+            positions.append(position)
+            slots.append(slot)
+    if several:
+        order, depths = _sorted(numbers, sources, targets)
+        for new, old in enumerate(order):
+            place[old] = new
+        edges = sorted(zip(sources, targets, positions, slots, strict=True), key=lambda edge: (place[edge[0]], edge[2]))
+        sources, targets, positions, slots = map(list, zip(*edges, strict=True))
     return _Walk(
         [found[old] for old in order],
         [numbers[old] for old in order],
         [depths[old] for old in order],
-        [(place[source], place[target], position, slot) for source, target, position, slot in edges],
+        [place[source] for source in sources],
+        [place[target] for target in targets],
+        positions,
+        slots,
+        {
+            place[old]: found[old].variable
+            for old, number in enumerate(numbers)
+            if number == LEAF and hasattr(found[old], "variable")
+        },
     )
 
 
-def _leaf_names(walk: _Walk, model: nn.Module | None, frame: FrameType) -> dict[int, str]:
+def _priority(number: int, there: int) -> int:
+    """Return one number to order nodes by, with the place in its low bits: cheaper to compare than a pair."""
+    return there - (number << 32) if number != LEAF else there + (1 << 32)
+
+
+def _sorted(numbers: list[int], sources: list[int], targets: list[int]) -> tuple[list[int], list[int]]:
+    """Return the order of the backward pass and the depths, whatever the numbers: all consumers first."""
+    consumers, depths, order = [0] * len(numbers), [0] * len(numbers), []
+    inputs: list[list[int]] = [[] for _ in numbers]
+    for source, target in zip(sources, targets, strict=True):
+        consumers[target] += 1
+        inputs[source].append(target)
+    waiting = [0]
+    while waiting:
+        here = heapq.heappop(waiting) & PLACES
+        order.append(here)
+        for there in inputs[here]:
+            consumers[there] -= 1
+            depths[there] = max(depths[there], depths[here] + 1)
+            if not consumers[there]:
+                heapq.heappush(waiting, _priority(numbers[there], there))
+    return order, depths
+
+
+def _parameters(model: nn.Module) -> _Parameters:
+    """Return what ``named_parameters`` does, in its order, for a fifth of the time: that hashes each tensor."""
+    found: _Parameters = {}
+    seen: set[nn.Module] = set()
+    waiting = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    found.setdefault(id(parameter), (path + name, parameter))
+            children = [(f"{path}{name}.", child) for name, child in module._modules.items() if child is not None]
+            waiting += reversed(children)
+    return found
+
+
+def _leaf_names(walk: _Walk, parameters: _Parameters, frame: FrameType) -> dict[int, str]:
     """Return the names of leaves: a parameter's own, else the variable that holds it where the graph was asked for."""
-    known: dict[int, str] = {}
-    for name, value in {**frame.f_globals, **frame.f_locals}.items():
-        if isinstance(value, Tensor) and not name.startswith("_"):
-            known.setdefault(id(value), name)
-    if model is not None:
-        known |= {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-    names = {}
-    for place, tensor in walk.leaves:
-        names[place] = known.get(id(tensor), f"leaf {len(names)}")
-    return names
+    places = {id(tensor): place for place, tensor in sorted(walk.leaves.items())}
+    names = {place: f"leaf {count}" for count, place in enumerate(places.values())}
+    for variables in (frame.f_globals, frame.f_locals):
+        for name, value in reversed(variables.items()):
+            if id(value) in places and not name.startswith("_"):
+                names[places[id(value)]] = name
+    return names | {places[key]: name for key, (name, _) in parameters.items() if key in places}
 
 
 def _modules(walk: _Walk, names: dict[int, str], record: "Record | None") -> list[str]:
-    """Return each node's module path: as recorded, else that of a parameter it uses, else that of its first input."""
-    modules = [name.rpartition(".")[0] if (name := names.get(place)) else "" for place in range(len(walk.nodes))]
+    """Return each node's module path: as recorded, else guessed.
+
+    The guess is the module of a parameter that it uses, else that of its inputs; where those differ, of what
+    encloses the one that was made last.
+    """
+    own = [""] * len(walk.nodes)
+    for place, name in names.items():
+        own[place] = name.rpartition(".")[0]
     if record is not None:
-        return [m or record.module(number) for m, number in zip(modules, walk.numbers, strict=True)]
-    inputs: dict[int, list[int]] = {}
-    for source, target, _, _ in walk.edges:
-        inputs.setdefault(source, []).append(target)
-    for place in range(len(walk.nodes) - 1, -1, -1):  # producers come after consumers
-        if not modules[place]:
-            modules[place] = next((modules[i] for i in inputs.get(place, ()) if i in names and modules[i]), "") or next(
-                (modules[i] for i in inputs.get(place, ()) if modules[i]), ""
-            )
-    return modules
+        recorded = record.module
+        return [mine or recorded(number) for mine, number in zip(own, walk.numbers, strict=True)]
+    guessed = own.copy()
+    for source, target in zip(
+        reversed(walk.sources), reversed(walk.targets), strict=True
+    ):  # producers first, and of a node's inputs the last first
+        if module := guessed[target]:
+            if target in names:
+                own[source] = guessed[source] = module
+            elif not own[source] and guessed[source] != module:
+                guessed[source] = module
+    return guessed
 
 
-def _node(
-    node: Any,
-    leaf: str | None,
-    module: str,
-    saved: tuple[Saved, ...],
-    depth: int,
-    gradient: "_Gradient | None",
-    record: "Record | None",
-) -> Node:
-    metadata = node._input_metadata
-    shapes = tuple([tuple(entry.shape) for entry in metadata])
-    dtype = str(metadata[0].dtype).removeprefix("torch.") if metadata else ""
-    value = None if record is None or leaf is not None else record.value(node._sequence_nr())
-    if leaf is not None and hasattr(node, "variable") and node.variable.numel() <= SMALL:
-        value = node.variable.detach().clone()
-    norm, kept = gradient or NO_GRADIENT
-    return Node(operation_of(node), module, shapes, dtype, saved, leaf, depth, norm, kept, value)
+def _nodes(
+    walk: _Walk, names: dict[int, str], saved: bool, arriving: "dict[int, _Gradient]", record: "Record | None"
+) -> tuple[Node, ...]:
+    """Return the nodes; built column by column, since a call for each node would double the time."""
+    nodes = walk.nodes
+    kinds: list[type] = [type(node) for node in nodes]
+    shapes: list[tuple[tuple[int, ...], ...]] = []
+    dtypes = []
+    alone: dict[tuple[int, ...], tuple[tuple[int, ...]]] = {}  # equal shapes are one object: memory, and its time
+    for node in nodes:
+        entries = node._input_metadata
+        if len(entries) == 1:
+            shape = tuple(entries[0].shape)
+            shapes.append(alone.get(shape) or alone.setdefault(shape, (shape,)))
+        else:
+            shapes.append(tuple([tuple(entry.shape) for entry in entries]))
+        dtypes.append(_dtype(entries[0].dtype) if entries else "")
+    values: list[Tensor | None] = [None] * len(nodes)
+    if record is not None:  # an in-place edit of a view makes further nodes, with the shape of its base
+        seen = [record.value(number) for number in walk.numbers]
+        values = [v if v is not None and (v.shape,) == shape else None for v, shape in zip(seen, shapes, strict=True)]
+    for place, tensor in walk.leaves.items():
+        values[place] = _copy(tensor)
+    gradients = [arriving.get(place, NO_GRADIENT) for place in range(len(nodes))] if arriving else ()
+    columns = (
+        list(map(operation_of, kinds)),
+        _modules(walk, names, record),
+        shapes,
+        dtypes,
+        [_saved(node, keeps) if keeps else () for node, keeps in zip(nodes, map(_saved_names, kinds), strict=True)]
+        if saved
+        else itertools.repeat(()),
+        [names.get(place) for place in range(len(nodes))],
+        walk.depths,
+        [norm for norm, _ in gradients] or itertools.repeat(None),
+        [gradient for _, gradient in gradients] or itertools.repeat(None),
+        values,
+    )
+    return tuple(_rows(Node, columns))
 
 
-def operation_of(node: Any) -> str:
-    """Return a node's operation: ``PowBackward0`` is Pow, a custom function has its own name."""
-    return type(node).__name__.rstrip("0123456789").removesuffix("Backward")
+def _edges(walk: _Walk, along: "dict[tuple[int, int], _Gradient]") -> tuple[Edge, ...]:
+    gradients = [along.get(way, NO_GRADIENT) for way in zip(walk.sources, walk.positions, strict=True)] if along else ()
+    norms = [norm for norm, _ in gradients] or itertools.repeat(None)
+    values = [gradient for _, gradient in gradients] or itertools.repeat(None)
+    return tuple(_rows(Edge, (walk.sources, walk.targets, walk.positions, walk.slots, norms, values)))
+
+
+def _rows(kind: type[_Row], columns: Iterable[Iterable[Any]]) -> Iterator[_Row]:
+    """Return named tuples made of columns, without calling ``kind`` for each: that takes three times as long."""
+    return map(functools.partial(tuple.__new__, kind), zip(*columns, strict=False))
+
+
+@functools.cache
+def operation_of(kind: type) -> str:
+    """Return the operation of a kind of node: ``PowBackward0`` is Pow, a custom function has its own name."""
+    return kind.__name__.rstrip("0123456789").removesuffix("Backward")
+
+
+@functools.lru_cache(4096)
+def _shape(size: torch.Size) -> tuple[int, ...]:
+    return tuple(size)
+
+
+@functools.cache
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _copy(tensor: Tensor) -> Tensor | None:
+    """Return a small tensor's values, and nothing of a large one."""
+    if tensor.numel() > SMALL:
+        return None
+    return (tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()).clone()
 
 
 @functools.cache
 def _saved_names(kind: type) -> tuple[str, ...]:
     """Return the names of the tensors that nodes of a kind keep; asked once a kind, since ``dir`` is slow."""
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return tuple([name for name in dir(kind) if name.startswith(RAW)])
 
 
-def _saved(node: Any) -> tuple[Saved, ...]:
+def _saved(node: Any, names: tuple[str, ...]) -> tuple[Saved, ...]:
     """Return what a node keeps, without unpacking what hooks have packed: that could run a forward pass again."""
     found: list[Saved] = []
-    for name in _saved_names(type(node)):
+    for name in names:
         try:
             raw = getattr(node, name)
         except RuntimeError:  # freed by an earlier backward
             return (FREED,)
+        if raw is None:
+            continue
+        short = name[len(RAW) :]
         for entry in raw if isinstance(raw, (tuple, list)) else (raw,):
-            short = name.removeprefix("_raw_saved_")
-            if entry is None:
-                continue
-            if getattr(entry, "unpack_hook", None) is not None:
+            if entry.unpack_hook is not None:
                 found.append(Saved(short, (), PACKED, 0, 0))
-                continue
-            tensor = getattr(entry, "data", None)
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-                size, where = (storage.nbytes(), storage.data_ptr()) if storage is not None else (0, 0)
-                found.append(Saved(short, tuple(tensor.shape), str(tensor.dtype)[6:], size, where))
+            elif (tensor := entry.data) is not None:
+                try:
+                    storage = tensor.untyped_storage()
+                except NotImplementedError:  # sparse: no single storage
+                    storage = NO_STORAGE
+                shape, dtype = _shape(tensor.shape), _dtype(tensor.dtype)
+                found.append(Saved(short, shape, dtype, storage.nbytes(), storage.data_ptr()))
+            elif _is_freed(node, short):
+                return (FREED,)
     return tuple(found)
+
+
+def _is_freed(node: Any, name: str) -> bool:
+    """Tell a tensor that was freed from one that was never given, as the weight of a norm without one."""
+    try:
+        getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _gradients(
@@ -369,49 +531,39 @@ def _gradients(
     ``torch.autograd.grad`` keeps ``.grad`` as it is and frees nothing. Tensors are summed at a node, norms never are.
     """
     norms = _Norms()
-    leaves = list(walk.leaves)
-    ends = {place for place, _ in leaves}
-
-    def watcher(place: int) -> Callable[[Sequence[Tensor | None], Sequence[Tensor | None]], None]:
-        def after(leaving: Sequence[Tensor | None], arriving: Sequence[Tensor | None]) -> None:
-            for position, tensor in enumerate(leaving):
-                if tensor is not None:
-                    norms.add((place, position), tensor)
-            for slot, tensor in enumerate(arriving):
-                if tensor is not None:
-                    norms.add((place, -1 - slot), tensor)
-
-        return after
-
-    with ExitStack() as cleanup:
+    hooks = []
+    try:
         for place, node in enumerate(walk.nodes):
-            if place not in ends:
-                cleanup.callback(node.register_hook(watcher(place)).remove)
-        try:
-            found = torch.autograd.grad(loss, [t for _, t in leaves], retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            if "second time" in str(error):
-                notes.append("the graph was freed by an earlier backward: structure only")
-            elif "Checkpointing" in str(error):
-                notes.append("reentrant checkpointing allows no look at gradients; use_reentrant=False does")
-            else:
-                raise
-            return {}, {}
+            if place not in walk.leaves:
+                hooks.append(node.register_hook(functools.partial(norms.passed, place)))
+        found = torch.autograd.grad(loss, list(walk.leaves.values()), retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        if "second time" in str(error):
+            notes.append("the graph was freed by an earlier backward: structure only")
+        elif "incompatible with .grad()" in str(error):
+            notes.append("reentrant checkpointing allows no look at gradients; use_reentrant=False does")
+        else:
+            raise
+        return {}, {}
+    finally:
+        for hook in hooks:
+            hook.remove()
     measured = norms.finish()
-    arriving = {}
-    for place in range(len(walk.nodes)):
-        outputs = [
-            measured[key]
-            for slot in range(len(walk.nodes[place]._input_metadata))
-            if (key := (place, -1 - slot)) in measured
-        ]
-        if outputs:
-            arriving[place] = max(outputs, key=lambda pair: pair[0])
-    for (place, _), tensor in zip(leaves, found, strict=True):
+    outputs: dict[int, list[_Gradient]] = {}
+    for (place, position), pair in measured.items():
+        if position < 0:
+            outputs.setdefault(place, []).append(pair)
+    arriving = {place: pairs[0] if len(pairs) == 1 else _together(pairs) for place, pairs in outputs.items()}
+    for place, tensor in zip(walk.leaves, found, strict=True):
         if tensor is not None:
             whole = tensor.coalesce().values() if tensor.is_sparse else tensor
-            arriving[place] = (whole.norm().item(), tensor.to_dense().clone() if tensor.numel() <= SMALL else None)
-    return arriving, {key: pair for key, pair in measured.items() if key[1] >= 0}
+            arriving[place] = (whole.norm().item(), _copy(tensor))
+    return arriving, measured
+
+
+def _together(pairs: "list[_Gradient]") -> "_Gradient":
+    """Return the norm of the gradients of several outputs, seen as one vector; each has its own value on its edge."""
+    return math.hypot(*[norm for norm, _ in pairs]), None
 
 
 class _Norms:
@@ -425,17 +577,24 @@ class _Norms:
         self._seen: dict[int, int] = {}
         self._found: dict[tuple[int, int], _Gradient] = {}
 
-    def add(self, key: tuple[int, int], tensor: Tensor) -> None:
-        """Remember a gradient under a key; one that passes through several nodes unchanged is measured once."""
-        place = self._seen.get(id(tensor))
-        if place is not None:
-            self._keys[place].append(key)
-            return
-        self._seen[id(tensor)] = len(self._waiting)
-        self._waiting.append(tensor)
-        self._keys.append([key])
+    def passed(self, place: int, leaving: Sequence[Tensor | None], arriving: Sequence[Tensor | None]) -> None:
+        """Remember what left a node, under the input's position, and what arrived, under its slot as -1 - slot."""
+        for position, tensor in enumerate(leaving):
+            if tensor is not None:
+                self._add((place, position), tensor)
+        for slot, tensor in enumerate(arriving):
+            if tensor is not None:
+                self._add((place, -1 - slot), tensor)
         if len(self._waiting) >= self.BATCH:
             self._flush()
+
+    def _add(self, key: tuple[int, int], tensor: Tensor) -> None:
+        seen = self._seen.setdefault(id(tensor), len(self._waiting))
+        if seen < len(self._waiting):  # one that passes through several nodes unchanged is measured once
+            self._keys[seen].append(key)
+        else:
+            self._waiting.append(tensor)
+            self._keys.append([key])
 
     def finish(self) -> dict[tuple[int, int], "_Gradient"]:
         """Return norm and, for small tensors, value of each."""
@@ -443,12 +602,12 @@ class _Norms:
         return self._found
 
     def _flush(self) -> None:
-        plain = [t.detach() if t.layout is torch.strided else t.detach().coalesce().values() for t in self._waiting]
         with torch.no_grad():
-            norms = norms_of(plain)
-        for tensor, keys, norm in zip(self._waiting, self._keys, norms, strict=True):
-            value = tensor.detach().to_dense().clone() if tensor.numel() <= SMALL else None
-            self._found.update(dict.fromkeys(keys, (norm, value)))
+            norms = norms_of([t if t.layout is torch.strided else t.coalesce().values() for t in self._waiting])
+            for tensor, keys, norm in zip(self._waiting, self._keys, norms, strict=True):
+                pair = norm, _copy(tensor)
+                for key in keys:
+                    self._found[key] = pair
         self._waiting.clear()
         self._keys.clear()
         self._seen.clear()
@@ -464,16 +623,20 @@ def norms_of(tensors: list[Tensor]) -> list[float]:
 
 
 def _remarks(nodes: tuple[Node, ...]) -> Iterator[str]:
-    if any(FREED in node.saved for node in nodes):
+    kept = {entry.dtype for node in nodes for entry in node.saved}
+    if FREED.dtype in kept:
         yield "what the graph had saved was freed by an earlier backward"
-    if any(kept.dtype == PACKED for node in nodes for kept in node.saved):
+    if PACKED in kept:
         yield "what hooks packed away (checkpointing, offloading) was not unpacked to look at it"
-    if any(node.operation == "CompiledFunction" for node in nodes):
+    operations = {node.operation for node in nodes}
+    if "CompiledFunction" in operations:
         yield "a compiled part is one box: what happens inside it leaves no nodes"
+    if REENTRANT in operations:
+        yield "a reentrant checkpoint is one box: its parameters are not seen, nor whether they are reached"
 
 
 def _leaves(walk: _Walk, names: dict[int, str], nodes: tuple[Node, ...]) -> Iterator[Leaf]:
-    for place, tensor in walk.leaves:
+    for place, tensor in sorted(walk.leaves.items()):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "input"
         yield Leaf(names[place], kind, place, tuple(tensor.shape), nodes[place].norm)
 
@@ -483,36 +646,47 @@ def _cuts(
     walk: _Walk,
     nodes: tuple[Node, ...],
     leaves: tuple[Leaf, ...],
-    model: nn.Module | None,
+    parameters: _Parameters,
     record: "Record | None",
 ) -> Iterator[Cut]:
     """Yield what keeps gradients from parameters: a cut with its line where it is known, then flat operations."""
-    reached = {id(tensor) for _, tensor in walk.leaves}
-    wanted = {} if model is None else {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    lost = {key: name for key, name in wanted.items() if key not in reached}
-    explained: set[str] = set()
-    for where, operation, tensor in record.cuts(loss) if record is not None else ():
-        upstream = {id(leaf) for _, leaf in _walk(tensor).leaves} if tensor.requires_grad else set()
-        names = tuple(name for key, name in lost.items() if key in upstream)
-        if names:
-            explained.update(names)
-            yield Cut("cut", where, operation, names)
-    rest = tuple(name for name in lost.values() if name not in explained)
-    if rest:
-        yield Cut("cut", "", "not reached", rest)
+    reached = {id(tensor) for tensor in walk.leaves.values()}
+    if REENTRANT in [node.operation for node in nodes]:
+        parameters = {}  # it hides its parameters: they are no more lost than seen
+    lost = {key: name for key, (name, p) in parameters.items() if p.requires_grad and key not in reached}
+    if lost:
+        known = _explained(loss, lost, record) if record is not None else {}
+        for (where, operation), keys in known.items():
+            yield Cut("cut", where, operation, tuple(name for key, name in lost.items() if key in keys))
+        rest = tuple(name for key, name in lost.items() if not any(key in keys for keys in known.values()))
+        if rest:
+            yield Cut("cut", "", "not reached", rest)
     zero = {leaf.node: leaf.name for leaf in leaves if leaf.norm == 0}
-    behind = _behind(nodes, walk.edges) if zero else {}
-    for place, node in enumerate(nodes):
-        names = tuple(zero[leaf] for leaf in sorted(behind.get(place, ())) if leaf in zero)
-        if node.operation in FLAT and names:
+    for place, ends in _behind(nodes, walk).items() if zero else ():
+        names = tuple(zero[leaf] for leaf in sorted(ends) if leaf in zero)
+        if names:
             where = record.line(walk.numbers[place]) if record is not None else ""
-            yield Cut("zero", where, node.operation.lower(), names)
+            yield Cut("zero", where, nodes[place].operation.lower(), names)
 
 
-def _behind(nodes: tuple[Node, ...], edges: list[tuple[int, int, int, int]]) -> dict[int, set[int]]:
+def _explained(loss: Tensor, lost: dict[int, str], record: "Record") -> dict[tuple[str, str], set[int]]:
+    """Return the lost parameters behind each recorded cut; a line that runs many times is one cut."""
+    known: dict[tuple[str, str], set[int]] = {}
+    for cuts in record.cuts(loss), record.ways_out():
+        left = lost.keys() - set().union(*known.values())
+        for cut in cuts if left else ():
+            behind: set[int] = set()
+            for tensor in cut.tensors:
+                behind |= {id(leaf) for leaf in _walk(tensor).leaves.values()}
+            if keys := behind & left:
+                known.setdefault((cut.where, cut.operation), set()).update(keys)
+    return known
+
+
+def _behind(nodes: tuple[Node, ...], walk: _Walk) -> dict[int, set[int]]:
     """Return, for each flat node, the leaves that it leads to."""
     inputs: dict[int, list[int]] = {}
-    for source, target, _, _ in edges:
+    for source, target in zip(walk.sources, walk.targets, strict=True):
         inputs.setdefault(source, []).append(target)
     found = {}
     for place, node in enumerate(nodes):

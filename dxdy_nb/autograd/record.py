@@ -13,17 +13,26 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 
 from dxdy_nb.autograd.graph import SMALL
 
 Marks = frozenset[int]
 NONE: Marks = frozenset()
+NOT_THE_USERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(os.path.dirname(__file__)) + os.sep)
+
+
+class Cutting(NamedTuple):
+    """A call that took tensors with a graph and gave something without: file and line, its name, those tensors."""
+
+    where: str
+    operation: str
+    tensors: list[Tensor]
 
 
 def record(model: nn.Module) -> "Record":
@@ -46,12 +55,13 @@ class Record:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self._cleanup = ExitStack()
-        self._open: list[tuple[str, int]] = []
+        self._open: list[tuple[nn.Module, str, int]] = []
         self._spans: list[tuple[int, int, int, str]] = []  # first number, number after the last, depth, module path
         self._values: dict[int, Tensor] = {}
         self._lines: dict[int, str] = {}
-        self._cuts: list[tuple[str, str, Tensor]] = []
+        self._cuts: list[Cutting] = []
         self._marks: dict[int, tuple[weakref.ref[Tensor], Marks]] = {}
+        self._first = self._after = 0
         self._starts: list[int] = []
         self._paths: list[str] = []
 
@@ -60,14 +70,16 @@ class Record:
             self._cleanup.callback(module.register_forward_pre_hook(self._entered(name)).remove)
             self._cleanup.callback(module.register_forward_hook(self._left, always_call=True).remove)
         self._cleanup.callback(setattr, torch, "from_numpy", torch.from_numpy)
-        torch.from_numpy = self._from_numpy(torch.from_numpy)  # the one way into torch that no mode sees
+        setattr(torch, "from_numpy", self._from_numpy(torch.from_numpy))  # noqa: B010  no mode sees this way into torch
         self._cleanup.enter_context(_Mode(self))
+        self._first = next_number()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self._cleanup.close()
+        self._after = next_number()
         self._starts, self._paths = _flatten(self._spans)
 
     def module(self, number: int) -> str:
@@ -83,21 +95,23 @@ class Record:
         """Return file and line of the user's code that made a node."""
         return self._lines.get(number, "")
 
-    def cuts(self, loss: Tensor) -> Iterator[tuple[str, str, Tensor]]:
-        """Return where, operation, and the tensor that was cut off, for cuts whose values went into the loss.
+    def cuts(self, loss: Tensor) -> Iterator[Cutting]:
+        """Return the cuts whose values went into the loss; all of them for a loss that was made after the record."""
+        inside = loss.grad_fn is not None and self._first <= loss.grad_fn._sequence_nr() < self._after
+        marks = self._marks_of([loss])
+        return (cut for place, cut in enumerate(self._cuts) if not inside or place in marks)
 
-        A loss that was computed after the record is not known to it: then all cuts are returned.
-        """
-        known = self._marks.get(id(loss))
-        inside = known is not None and known[0]() is loss
-        yield from (cut for place, cut in enumerate(self._cuts) if not inside or place in known[1])  # type: ignore[index]
+    def ways_out(self) -> Iterator[Cutting]:
+        """Return the cuts whose values cannot be followed: Python insists on a plain float, NumPy on a plain array."""
+        return (cut for cut in self._cuts if cut.operation.split()[0] in PLAIN)
 
     def _entered(self, name: str) -> Callable[..., None]:
-        return lambda module, inputs: self._open.append((name, next_number()))
+        return lambda module, inputs: self._open.append((module, name, next_number()))
 
     def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        name, first = self._open.pop()
-        self._spans.append((first, next_number(), len(self._open), name))
+        if self._open and self._open[-1][0] is module:  # else another hook raised before ours had seen it come in
+            _, name, first = self._open.pop()
+            self._spans.append((first, next_number(), len(self._open), name))
 
     def _from_numpy(self, original: Callable[[np.ndarray], Tensor]) -> Callable[[np.ndarray], Tensor]:
         def from_numpy(array: np.ndarray) -> Tensor:
@@ -126,32 +140,38 @@ class Record:
         before = next_number()
         output = function(*args, **named)
         after = next_number()
-        inputs = list(_followed((args, tuple(named.values()))))
-        outputs = [out for out in _followed(output) if isinstance(out, Tensor)]
-        name = (resolve_name(function) or getattr(function, "__name__", "")).removesuffix(".__get__")
-        short = name.rpartition(".")[2]
-        marks = self._marks_of(inputs)
         if after > before:
             self._lines[after - 1] = _line()
-            if outputs and outputs[0].numel() <= SMALL and outputs[0].layout is torch.strided:
-                self._values[after - 1] = outputs[0].detach().clone()
-        asking = next((t for t in inputs if isinstance(t, Tensor) and t.requires_grad), None)
-        leaves_torch = short in ("item", "tolist", "__float__", "numpy")
-        if (
-            asking is not None
-            and (leaves_torch or any(not out.requires_grad for out in outputs))
-            and short not in QUIET
-        ):
-            self._cuts.append((_line(), short if torch.is_grad_enabled() else f"{short} under no_grad", asking))
-            marks |= {len(self._cuts) - 1}
-        for out in outputs:
-            if not any(out is thing for thing in inputs) or marks:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if isinstance(first, Tensor) and first.numel() <= SMALL and first.layout is torch.strided:
+                self._values[after - 1] = first.detach().clone()
+        name = getattr(function, "__name__", "")
+        if name == "__get__":  # an attribute, as .data or .T
+            attribute = function.__self__  # type: ignore[attr-defined]
+            name = getattr(getattr(attribute, "fget", attribute), "__name__", "")
+        if name in QUIET:
+            return output
+        inputs = list(_followed((args, tuple(named.values()))))
+        outputs = [out for out in _followed(output) if isinstance(out, Tensor)]
+        marks = self._marks_of(inputs)
+        leaves = name in LEAVES
+        if leaves or any(not out.requires_grad for out in outputs):
+            asking = [thing for thing in inputs if isinstance(thing, Tensor) and thing.requires_grad]
+            if asking:
+                marks |= {len(self._cuts)}
+                called = name if torch.is_grad_enabled() else f"{name} under no_grad"
+                self._cuts.append(Cutting(_line(), called, asking))
+        if marks:
+            for out in outputs:
                 self._mark(out, marks)
-        if short == "__setitem__" and isinstance(args[0], Tensor):
-            self._mark(args[0], marks)
-        return _carry(output, marks) if leaves_torch and marks else output
+            if name == "__setitem__" and isinstance(args[0], Tensor):
+                self._mark(args[0], marks)
+        return _carry(output, marks) if leaves and marks and name not in PLAIN else output
 
 
+# Ways out of torch: what they return is a number, a list or an array.
+LEAVES = {"item", "tolist", "__float__", "numpy", "__array__"}
+PLAIN = {"__float__", "__array__"}
 # Questions about a tensor, and what makes it a part of no loss: they cut nothing.
 QUIET = {
     "grad",
@@ -235,11 +255,11 @@ def _followed(value: Any) -> Iterator[Any]:
 def _line() -> str:
     """Return file and line of the nearest caller that is neither torch nor this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and (
-        f"{os.sep}torch{os.sep}" in frame.f_code.co_filename or "dxdy_nb" in frame.f_code.co_filename
-    ):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_USERS):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    path = frame.f_code.co_filename
+    # A notebook's cell has a file name made of numbers that say nothing.
+    return f"{'cell' if 'ipykernel_' in path else os.path.basename(path)}:{frame.f_lineno}"
 
 
 def next_number() -> int:

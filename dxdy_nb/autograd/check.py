@@ -1,0 +1,314 @@
+"""Is this gradient right? Autograd against finite differences, and a name for each way in which the two can differ.
+
+First the whole model along a few random directions: where the two agree, and every tensor's share of the slope stands
+out, all is right. Else tensors are taken by halves, down to those that disagree. One of these that agrees at a point
+beside is a kink; one that agrees once all that the loss detaches is held constant is detached.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from dxdy_nb.autograd.copies import HoldConstant, Loss, Narrowing, of_function, of_model, second_order, untouched
+from dxdy_nb.autograd.slopes import (
+    DIRECTIONS,
+    EPS,
+    RESOLUTION,
+    SAFETY,
+    Comparison,
+    Point,
+    Space,
+    compare,
+    examine,
+    line_at,
+    point_at,
+    space_of,
+)
+from dxdy_nb.errors import DxdyError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+Verdict = Literal["wrong", "nondeterministic", "precision", "kink", "detached", "right", "frozen"]
+SEVERITY: tuple[Verdict, ...] = ("wrong", "nondeterministic", "precision", "kink", "detached", "right", "frozen")
+
+MOVE = 1e-3  # relative: off a kink, yet still in the same regime
+SWEEP = [10.0**-k for k in range(1, 10)]
+KINK = 4  # the place in the sweep where a kink is read off: 1e-5
+FEW = 8  # so many tensors are swept one by one even when all is well,
+MANY = 16  # and at most so many when it is not
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known about the gradient of one input or parameter; NaN where it was not measured on its own.
+
+    ``analytic`` is autograd's slope along a random direction in this tensor alone, ``numeric`` that of finite
+    differences, ``left`` and ``right`` the one-sided ones, at the ``step`` that can be trusted most. A step is relative
+    to the tensor's root mean square. ``detects`` is the smallest fault that would show in a typical direction, relative
+    to this gradient's norm; infinite where the gradient is zero. ``curve`` holds pairs of step and relative error.
+    """
+
+    name: str
+    verdict: Verdict
+    error: float = math.nan
+    step: float = math.nan
+    analytic: float = math.nan
+    numeric: float = math.nan
+    left: float = math.nan
+    right: float = math.nan
+    detects: float = math.nan
+    curve: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class Check:
+    """What ``check_gradients`` found: a verdict, the tensor it is worst for, and a row for each tensor.
+
+    Examples
+    --------
+    >>> check_gradients(torch.abs, torch.tensor([0.0], dtype=torch.float64)).table.loc["input", "verdict"]
+    'kink'
+    """
+
+    verdict: Verdict
+    worst: str
+    rows: tuple[Row, ...]
+    note: str = ""
+
+    @property
+    def table(self) -> "pd.DataFrame":
+        """One row for each input or parameter, by name: see ``Row`` for the columns."""
+        import pandas as pd
+
+        return pd.DataFrame([vars(row) for row in self.rows]).set_index("name").drop(columns="curve")
+
+    def plot(self) -> "Figure":
+        """Return the relative error over the step: a V for a right gradient, a plateau for a wrong one.
+
+        A line for each suspicious tensor, or for each one that was measured when none is suspicious.
+        """
+        from dxdy_nb.lesson import plots
+
+        measured = [row for row in self.rows if row.curve]
+        drawn = [row for row in measured if row.verdict != "right"] or measured
+        return plots.curves(
+            {f"{row.name}: {row.verdict}": ([s for s, _ in row.curve], [e for _, e in row.curve]) for row in drawn},
+            alt=f"error of finite differences over their step, verdict {self.verdict}",
+            x="step (relative to the tensor)",
+            y="relative error",
+            log_x=True,
+            log_y=True,
+        )
+
+    def __repr__(self) -> str:
+        row = next(row for row in self.rows if row.name == self.worst)
+        judged = [row for row in self.rows if row.verdict != "frozen"]
+        hit = sum(row.verdict == self.verdict for row in judged)
+        count = f" ({hit} of {len(judged)} tensors)" if len(judged) > 1 else ""
+        return f"{self.verdict}: {_line(row, judged)}{count}{f'; {self.note}' if self.note else ''}"
+
+
+def _line(row: Row, judged: Sequence[Row]) -> str:
+    """Return what the worst row says."""
+    if row.verdict == "right":
+        seen = [r.detects for r in judged if r.detects < 1]  # the others' gradients are zero, or zero but for rounding
+        zero = f", {len(judged) - len(seen)} of them zero" if len(seen) < len(judged) else ""
+        shows = f"; a fault of {max(seen):.0e} of any one gradient would show" if seen else ""
+        return f"autograd and finite differences agree{zero}{shows}"
+    if row.verdict == "nondeterministic":
+        return "the same inputs and the same seed give different values"
+    if row.verdict == "precision":
+        return (
+            f"no fault seen, but the arithmetic is coarse: {row.name} is verified to {row.detects:.0e} of its gradient"
+        )
+    autograd = f"autograd says {row.analytic:.6g}"
+    if row.verdict == "kink":
+        return (
+            f"{row.name} has slope {row.left:.6g} to the left, {row.right:.6g} to the right; {autograd}; right beside"
+        )
+    cut = ", which takes a part as constant" if row.verdict == "detached" else ""
+    return f"{row.name} has slope {row.numeric:.6g}; {autograd}{cut}"
+
+
+def check_gradients(
+    fn: Callable[..., Tensor] | None = None,
+    *inputs: Tensor,
+    model: nn.Module | None = None,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    batch: tuple[Any, Any] | None = None,
+    order: Literal[1, 2] = 1,
+    seed: int = 0,
+) -> Check:
+    """Return whether autograd's gradient is that of the function: of ``fn(*inputs)``, or of a model's loss.
+
+    All is computed on copies in float64, with the same seed and the same buffers each time, so dropout counts as
+    deterministic. A model's loss is ``loss_fn(model(x), y)`` with ``batch = (x, y)``. A vector-valued ``fn`` is checked
+    along one random direction of its result.
+
+    Parameters
+    ----------
+    order : 2 checks the derivative of gradient · v for a fixed random v; it takes the first derivative as given
+    seed : of the directions, and of what the function draws from torch's own generators
+
+    Raises
+    ------
+    DxdyError
+        Inputs without a gradient (integers, inference mode), a result that is no number, a loss that depends on
+        nothing, a function that changes its inputs, a model that cannot work in float64.
+
+    Notes
+    -----
+    Tolerances follow from the function's own differences (``autograd.slopes``). Missed is a fault smaller than
+    ``detects`` of its row, one in a gradient that is zero at this point, one that needs other inputs, and a hook on a
+    parameter, which copies leave behind. Reentrant checkpoints hide their parameters and so count as detached.
+
+    Examples
+    --------
+    >>> x = torch.tensor([0.5, -2.0], dtype=torch.float64)
+    >>> check_gradients(lambda x: (x * x.detach()).sum(), x).verdict
+    'detached'
+    """
+    _ask(fn, inputs, model, loss_fn, batch, order)
+    with untouched():
+        if fn is not None:
+            loss = of_function(fn, inputs, seed)
+        else:
+            assert model is not None and loss_fn is not None and batch is not None
+            loss = of_model(model, loss_fn, batch, seed)
+        return _check(second_order(loss, seed) if order == 2 else loss, seed)
+
+
+def _ask(fn: Any, inputs: Sequence[Any], model: Any, loss_fn: Any, batch: Any, order: Any) -> None:
+    """Raise what is wrong with the arguments themselves."""
+    given = [name for name, value in {"model": model, "loss_fn": loss_fn, "batch": batch}.items() if value is not None]
+    if order not in (1, 2):
+        raise DxdyError(f"order: expected 1 or 2, got {order!r}.")
+    if torch.is_inference_mode_enabled():
+        raise DxdyError("check_gradients ran inside torch.inference_mode(), which records nothing. Call it outside.")
+    if isinstance(fn, nn.Module):
+        raise DxdyError(
+            "got a model as fn. Pass model=, loss_fn= and batch=(x, y), so that its parameters are checked."
+        )
+    if fn is None and len(given) < 3:
+        raise DxdyError(
+            f"expected fn and its inputs, or model=, loss_fn= and batch= together; got {', '.join(given) or 'nothing'}."
+        )
+    if fn is not None and (given or not inputs):
+        raise DxdyError("expected fn with at least one tensor and without model=, loss_fn=, batch=.")
+    if fn is None and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
+        raise DxdyError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
+
+
+def _check(loss: Loss, seed: int) -> Check:
+    space, rows = space_of(loss, seed), range(len(loss.names))
+    here = point_at(loss, loss.flat.clone(), space)
+    if here is None:
+        return _result(loss, [Row(name, "nondeterministic") for name in loss.names])
+    eps, verdicts = EPS, dict[int, Verdict]()
+    screen = compare(here, space, rows, range(DIRECTIONS), EPS)
+    settled = dict.fromkeys(rows, screen)
+    if not screen.agrees or screen.step != EPS ** (1 / 3) or not all(map(screen.sees, here.shares)):
+        eps = _coarsest(loss, here)
+        settled = examine(here, space, rows, eps)
+        verdicts = _explain(loss, here, settled, space, eps)
+    if not here.graph and not verdicts:
+        raise DxdyError("the loss has no graph and does not change with its inputs. Is it a count, as of argmax?")
+    found = [
+        Row(name, verdicts.get(row, "right"), detects=_ratio(settled[row].tolerance, here.shares[row]))
+        for row, name in enumerate(loss.names)
+    ]
+    asked = list(rows) if len(rows) <= FEW else [row for row in rows if found[row].verdict != "right"][:MANY]
+    for row in asked:
+        found[row] = _swept(found[row], here, space, row, eps)
+    return _result(loss, found)
+
+
+def _explain(loss: Loss, here: Point, settled: dict[int, Comparison], space: Space, eps: float) -> dict[int, Verdict]:
+    """Return the verdict on each tensor that is not simply right."""
+    suspects = {row: c for row, c in settled.items() if not (c.agrees and c.sees(here.shares[row]))}
+    there = _beside(loss, here, space)
+    beside = examine(there, space, [*suspects], eps)
+    noise = {row: c.tolerance for row, c in suspects.items() if c.coarse}  # it is there beside, too, even if unseen
+    bad = [row for row, c in beside.items() if not c.agrees and max(c.errors) > noise.get(row, 0.0)]
+    held = examine(_held_constant(loss, there), space, bad, eps) if bad else {}
+    verdicts: dict[int, Verdict] = dict.fromkeys(settled, "precision") if eps > EPS else {}
+    for row, found in suspects.items():
+        if row in bad:
+            cut = held[row].agrees or not there.gradient[space.pieces[row]].any()
+            verdicts[row] = "detached" if cut else "wrong"
+        elif found.coarse and here.shares[row] > RESOLUTION * found.tolerance:
+            verdicts[row] = "precision"
+        elif not found.agrees or not found.noisy or beside[row].sees(there.shares[row]):
+            verdicts[row] = "kink"
+    return verdicts
+
+
+def _beside(loss: Loss, here: Point, space: Space) -> Point:
+    """Return a point nearby, where the loss is smooth unless kinks are everywhere; the same point if there is none."""
+    for sign in (1, -1):
+        with suppress(DxdyError):  # not finite: outside the function's domain
+            return point_at(loss, here.at + sign * MOVE * space.random(DIRECTIONS), space) or here
+    return here
+
+
+def _held_constant(loss: Loss, point: Point) -> Point:
+    """Return the point with all that the loss detaches there held constant: what autograd differentiates."""
+    mode = HoldConstant()
+    loss.value(point.at, mode=mode)
+
+    def near(v: Tensor, step: float) -> float:
+        with suppress(IndexError):  # another path than at the point
+            return loss.value(point.at, v, step, mode.replay()).item()
+        return math.nan
+
+    return replace(point, near=near)
+
+
+def _coarsest(loss: Loss, point: Point) -> float:
+    """Return the precision in which the loss really computes."""
+    mode = Narrowing()
+    with torch.no_grad():
+        loss.value(point.at, mode=mode)
+    return mode.eps
+
+
+def _swept(row: Row, point: Point, space: Space, index: int, eps: float) -> Row:
+    """Return a row with its slopes over many steps, and read off where they can be trusted most."""
+    (v,) = space.along([index], [0])
+    lines = [line_at(point, v, step, eps) for step in SWEEP]
+    # Noise does not shrink with the step: what a smaller step finds of it was there before.
+    tolerances = [
+        SAFETY * (max(line.doubt, smaller.doubt * smaller.step / line.step) + line.rounding)
+        for line, smaller in itertools.pairwise(lines)
+    ]
+    best = KINK if row.verdict == "kink" else min(range(len(tolerances)), key=tolerances.__getitem__)
+    line, tolerance = lines[best], tolerances[best]
+    size = max(abs(line.slope), abs(line.analytic), tolerance if math.isfinite(tolerance) else 0.0)
+    return replace(
+        row,
+        error=_ratio(abs(line.slope - line.analytic), size),
+        step=line.step,
+        analytic=line.analytic,
+        numeric=line.slope,
+        left=line.left,
+        right=line.right,
+        detects=_ratio(tolerance, point.shares[index]),
+        curve=tuple((line.step, _ratio(abs(line.slope - line.analytic), size)) for line in lines),
+    )
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else math.inf if a else 0.0
+
+
+def _result(loss: Loss, rows: list[Row]) -> Check:
+    worst = min(rows, key=lambda row: (SEVERITY.index(row.verdict), -row.error if row.error == row.error else 0.0))
+    return Check(worst.verdict, worst.name, (*rows, *(Row(name, "frozen") for name in loss.frozen)), loss.note)
