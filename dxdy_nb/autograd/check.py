@@ -22,6 +22,7 @@ from dxdy_nb.autograd.slopes import (
     RESOLUTION,
     SAFETY,
     Comparison,
+    Line,
     Point,
     Space,
     compare,
@@ -91,7 +92,7 @@ class Check:
         return pd.DataFrame([vars(row) for row in self.rows]).set_index("name").drop(columns="curve")
 
     def plot(self) -> "Figure":
-        """Return the relative error over the step: a V for a right gradient, a plateau for a wrong one.
+        """Return the error of one-sided slopes over their step: a V for a right gradient, a plateau for a wrong one.
 
         A line for each suspicious tensor, or for each one that was measured when none is suspicious.
         """
@@ -113,10 +114,10 @@ class Check:
         judged = [row for row in self.rows if row.verdict != "frozen"]
         hit = sum(row.verdict == self.verdict for row in judged)
         count = f" ({hit} of {len(judged)} tensors)" if len(judged) > 1 else ""
-        return f"{self.verdict}: {_line(row, judged)}{count}{f'; {self.note}' if self.note else ''}"
+        return f"{self.verdict}: {_sentence(row, judged)}{count}{f'; {self.note}' if self.note else ''}"
 
 
-def _line(row: Row, judged: Sequence[Row]) -> str:
+def _sentence(row: Row, judged: Sequence[Row]) -> str:
     """Return what the worst row says."""
     if row.verdict == "right":
         seen = [r.detects for r in judged if r.detects < 1]  # the others' gradients are zero, or zero but for rounding
@@ -126,14 +127,10 @@ def _line(row: Row, judged: Sequence[Row]) -> str:
     if row.verdict == "nondeterministic":
         return "the same inputs and the same seed give different values"
     if row.verdict == "precision":
-        return (
-            f"no fault seen, but the arithmetic is coarse: {row.name} is verified to {row.detects:.0e} of its gradient"
-        )
+        return f"no fault seen, but the arithmetic is coarse: {row.name} is verified to {row.detects:.0e} only"
     autograd = f"autograd says {row.analytic:.6g}"
     if row.verdict == "kink":
-        return (
-            f"{row.name} has slope {row.left:.6g} to the left, {row.right:.6g} to the right; {autograd}; right beside"
-        )
+        return f"{row.name} has slopes {row.left:.6g} and {row.right:.6g}; {autograd}; no fault beside this point"
     cut = ", which takes a part as constant" if row.verdict == "detached" else ""
     return f"{row.name} has slope {row.numeric:.6g}; {autograd}{cut}"
 
@@ -183,7 +180,7 @@ def check_gradients(
         else:
             assert model is not None and loss_fn is not None and batch is not None
             loss = of_model(model, loss_fn, batch, seed)
-        return _check(second_order(loss, seed) if order == 2 else loss, seed)
+        return _check(second_order(loss, seed) if order == 2 else loss, order, seed)
 
 
 def _ask(fn: Any, inputs: Sequence[Any], model: Any, loss_fn: Any, batch: Any, order: Any) -> None:
@@ -194,20 +191,17 @@ def _ask(fn: Any, inputs: Sequence[Any], model: Any, loss_fn: Any, batch: Any, o
     if torch.is_inference_mode_enabled():
         raise DxdyError("check_gradients ran inside torch.inference_mode(), which records nothing. Call it outside.")
     if isinstance(fn, nn.Module):
-        raise DxdyError(
-            "got a model as fn. Pass model=, loss_fn= and batch=(x, y), so that its parameters are checked."
-        )
+        raise DxdyError("got a model as fn. Pass model=, loss_fn= and batch=(x, y): that checks its parameters.")
     if fn is None and len(given) < 3:
-        raise DxdyError(
-            f"expected fn and its inputs, or model=, loss_fn= and batch= together; got {', '.join(given) or 'nothing'}."
-        )
+        seen = ", ".join(given) or "nothing"
+        raise DxdyError(f"expected fn and its inputs, or model=, loss_fn= and batch= together; got {seen}.")
     if fn is not None and (given or not inputs):
         raise DxdyError("expected fn with at least one tensor and without model=, loss_fn=, batch=.")
     if fn is None and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         raise DxdyError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
 
 
-def _check(loss: Loss, seed: int) -> Check:
+def _check(loss: Loss, order: int, seed: int) -> Check:
     space, rows = space_of(loss, seed), range(len(loss.names))
     here = point_at(loss, loss.flat.clone(), space)
     if here is None:
@@ -219,7 +213,7 @@ def _check(loss: Loss, seed: int) -> Check:
         eps = _coarsest(loss, here)
         settled = examine(here, space, rows, eps)
         verdicts = _explain(loss, here, settled, space, eps)
-    if not here.graph and not verdicts:
+    if order == 1 and not here.graph and not verdicts:
         raise DxdyError("the loss has no graph and does not change with its inputs. Is it a count, as of argmax?")
     found = [
         Row(name, verdicts.get(row, "right"), detects=_ratio(settled[row].tolerance, here.shares[row]))
@@ -238,11 +232,14 @@ def _explain(loss: Loss, here: Point, settled: dict[int, Comparison], space: Spa
     beside = examine(there, space, [*suspects], eps)
     noise = {row: c.tolerance for row, c in suspects.items() if c.coarse}  # it is there beside, too, even if unseen
     bad = [row for row, c in beside.items() if not c.agrees and max(c.errors) > noise.get(row, 0.0)]
+    # Where kinks are too many beside to tell, what was clear here counts.
+    bad += [row for row, c in suspects.items() if c.sees(here.shares[row]) and not beside[row].sees(there.shares[row])]
     held = examine(_held_constant(loss, there), space, bad, eps) if bad else {}
     verdicts: dict[int, Verdict] = dict.fromkeys(settled, "precision") if eps > EPS else {}
     for row, found in suspects.items():
         if row in bad:
-            cut = held[row].agrees or not there.gradient[space.pieces[row]].any()
+            cut = held[row].agrees and not beside[row].agrees
+            cut = cut or not there.gradient[space.pieces[row]].any()
             verdicts[row] = "detached" if cut else "wrong"
         elif found.coarse and here.shares[row] > RESOLUTION * found.tolerance:
             verdicts[row] = "precision"
@@ -291,18 +288,23 @@ def _swept(row: Row, point: Point, space: Space, index: int, eps: float) -> Row:
     ]
     best = KINK if row.verdict == "kink" else min(range(len(tolerances)), key=tolerances.__getitem__)
     line, tolerance = lines[best], tolerances[best]
-    size = max(abs(line.slope), abs(line.analytic), tolerance if math.isfinite(tolerance) else 0.0)
+    size = max(abs(line.analytic), abs(line.left), abs(line.right))
     return replace(
         row,
-        error=_ratio(abs(line.slope - line.analytic), size),
+        error=_ratio(abs(line.slope - line.analytic), max(size, tolerance if math.isfinite(tolerance) else 0.0)),
         step=line.step,
         analytic=line.analytic,
         numeric=line.slope,
         left=line.left,
         right=line.right,
         detects=_ratio(tolerance, point.shares[index]),
-        curve=tuple((line.step, _ratio(abs(line.slope - line.analytic), size)) for line in lines),
+        curve=tuple((line.step, _ratio(_one_sided_error(line), size)) for line in lines),
     )
+
+
+def _one_sided_error(line: Line) -> float:
+    """Return the larger of two errors: a plateau for a kink, too, which the slope of both sides may hide."""
+    return max(abs(line.left - line.analytic), abs(line.right - line.analytic))
 
 
 def _ratio(a: float, b: float) -> float:

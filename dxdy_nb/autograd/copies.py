@@ -147,8 +147,8 @@ def of_model(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Seq
         modules = {prefix: part.double() for prefix, part in parts.items() if isinstance(part, nn.Module)}
     except Exception as error:
         raise DxdyError(
-            f"the model has no float64 copy ({type(error).__name__}: {error}). Check the part in question on its own, as "
-            "a function of tensors: check_gradients(fn, *inputs)."
+            f"the model has no float64 copy ({type(error).__name__}: {error}). Check the part in question on its own, "
+            "as a function of tensors: check_gradients(fn, *inputs)."
         ) from error
     names: dict[Tensor, str] = {}
     for prefix, module in modules.items():
@@ -202,9 +202,7 @@ def _try_out(loss: Loss, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]
         ) from error
     views = zip(loss.leaves, loss.pieces, strict=True)
     if not torch.equal(loss.flat, before) or any(p.data_ptr() != loss.flat[piece].data_ptr() for p, piece in views):
-        raise DxdyError(
-            "the forward pass changes parameters, so the loss is no function of them. Change them elsewhere."
-        )
+        raise DxdyError("the forward pass changes parameters, so the loss is no function of them. Move that out of it.")
 
 
 def _copied(value: Any, dtype: torch.dtype | None = None) -> Any:
@@ -270,7 +268,8 @@ class HoldConstant(torch.overrides.TorchFunctionMode):
         return self
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inside_function = not torch.is_grad_enabled() and not self.off  # the forward of a custom autograd.Function
+        off = self.off or torch.is_inference_mode_enabled()
+        inside_function = not torch.is_grad_enabled() and not off  # the forward of a custom autograd.Function
         result = func(*args, **(kwargs or {}))
         if inside_function:
             return result
@@ -278,7 +277,7 @@ class HoldConstant(torch.overrides.TorchFunctionMode):
             self.off = not args[0]
             return result
         in_place = bool(args) and result is args[0]
-        if in_place or not (self.off or func in _CUTS or torch.is_inference_mode_enabled()):
+        if in_place or not (off or func in _CUTS):
             return result
         if self.next is None:
             self.kept.append(_copied(result))

@@ -24,6 +24,8 @@ RESOLUTION = 1e-3  # the tolerance must be this small a part of a tensor's share
 # Noise relative to the value that float64 does not make by itself: halfway between its precision and float32's.
 COARSE = math.sqrt(EPS * torch.finfo(torch.float32).eps)
 
+LOUD = 1e-3  # relative noise that may be none: a function that turns many times within a step looks like that, too
+
 
 @dataclass(frozen=True)
 class Point:
@@ -197,13 +199,14 @@ def compare(point: Point, space: Space, rows: Sequence[int], directions: Iterabl
         spreads = [_spread(first, make()) for make in at[1:3]]  # a fault is a plateau: the same at another step
         return replace(first, tolerance=max(first.tolerance, 2 * min((s for s in spreads if s == s), default=0.0)))
     larger = at[1]()
-    if larger.tolerance < first.tolerance / 8:  # below the noise a coarse function is a staircase, flat and smooth
+    noisy = larger.tolerance < first.tolerance / 8
+    if noisy and larger.noise < LOUD:  # no smaller steps: there a coarse function is a staircase, flat and smooth
         return replace(larger, noisy=True)
     for make in at[2:]:
         best = min(best, larger, make(), key=lambda c: c.tolerance)
         if all(map(best.sees, shares)):
-            break
-    return best
+            return best
+    return replace(best, noisy=noisy)
 
 
 def _spread(one: Comparison, other: Comparison) -> float:
