@@ -14,7 +14,7 @@ NB ?= $(wildcard notebooks/*.ipynb)
 PYTEST := $(PY) -m pytest -q
 
 # Several threads gain nothing on nets as small as these, and on a busy machine they cost up to ten times the time.
-run test test-all unit notebooks nbval bench: export OMP_NUM_THREADS ?= 1
+lab run test test-all unit notebooks nbval bench: export OMP_NUM_THREADS ?= 1
 
 .PHONY: lab run test test-all lint unit notebooks notebooks-check nbval bench clean
 
@@ -53,8 +53,9 @@ bench: .venv/.installed-test
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "Python 3.11 or newer is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	  { echo "Python 3.11 or newer is needed, as $(PYTHON). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Making .venv and installing into it: a few minutes and about 1.5 GB, once."
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable .

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dxdy_nb.config import parse_assignments
 from dxdy_nb.errors import DxdyError
-from dxdy_nb.runs import lessons
+
+if TYPE_CHECKING:
+    from dxdy_nb.runs import lessons
 
 DESCRIPTION = "How gradients flow through PyTorch training, and what is wrong with yours."
 FINE, PROBLEM, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -63,6 +65,8 @@ def _command(commands: Any, name: str, function: Any, help_text: str, example: s
 
 def _lab(options: argparse.Namespace) -> NoReturn:
     """Start JupyterLab on the first lesson: on this machine only, with a token that it makes itself and prints."""
+    from dxdy_nb.runs import lessons
+
     command = [
         *(sys.executable, "-m", "jupyterlab"),
         "--ServerApp.ip=127.0.0.1",
@@ -70,6 +74,9 @@ def _lab(options: argparse.Namespace) -> NoReturn:
         f"--ServerApp.root_dir={lessons.NOTEBOOKS.parent}",
         f"--LabApp.default_url=/lab/tree/{lessons.NOTEBOOKS.name}/{lessons.names()[0]}.ipynb",
         "--LabApp.news_url=None",
+        "--Application.log_level=WARN",  # the address, and no page of log around it
+        "--LanguageServerManager.autodetect=False",
+        "-y",  # one Ctrl-C is enough
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         *(["--no-browser"] if options.no_browser else []),
         # Jupyter refuses to run as root unless told: in a container root is the usual user.
@@ -83,26 +90,35 @@ def _lab(options: argparse.Namespace) -> NoReturn:
 
 
 def _run(options: argparse.Namespace) -> int:
+    from dxdy_nb.runs import lessons  # torch comes with it, for seconds: Ctrl-C should find `main` already waiting
+
     if options.all == bool(options.lesson):
         raise DxdyError("run: name one lesson, or --all. Lessons: " + ", ".join(lessons.names()))
     if options.all and (options.parameter or options.out):
         raise DxdyError("run --all: takes no -p and no --out, since lessons have different parameters.")
     given = parse_assignments(options.parameter)
-    done = []
+    done, refused = [], False
     for lesson in lessons.names() if options.all else [options.lesson]:
-        done.append(lessons.run(lesson, given, options.out))
+        try:
+            done.append(lessons.run(lesson, given, options.out))
+        except DxdyError as error:
+            if not options.all:
+                raise
+            print(f"dxdy: {error}", file=sys.stderr)  # the other lessons may be all right
+            refused = True
+            continue
         if done[-1].failure:  # at once: nobody should wait for the other lessons to learn of it
             print(f"{done[-1].lesson}: {done[-1].failure}\n", file=sys.stderr)
     if options.json:
         print(json.dumps([{**asdict(one), "notebook": str(one.notebook)} for one in done], indent=1))
     else:
         print(_table(done))
-    if any(one.bad_input for one in done):
+    if refused or any(one.bad_input for one in done):
         return BAD_INPUT
     return FINE if all(one.status == "completed" for one in done) else PROBLEM
 
 
-def _table(done: Sequence[lessons.LessonRun]) -> str:
+def _table(done: "Sequence[lessons.LessonRun]") -> str:
     rows = [("lesson", "status", "seconds", "executed copy")]
     rows += [(one.lesson, one.status, f"{one.seconds:.1f}", str(one.notebook)) for one in done]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -5,10 +5,11 @@ import difflib
 import hashlib
 import json
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -81,6 +82,12 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     validate_every: int = _number(1, 1, 10**6)
 
+    def __new__(cls, **values: Any) -> Self:
+        """Refuse unknown names as ``from_dict`` does; the constructor of a dataclass would raise a bare TypeError."""
+        if not values.keys() <= cls.__dataclass_fields__.keys():
+            cls.from_dict(values)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         problems = []
         for name, kind in get_type_hints(type(self)).items():
@@ -125,7 +132,8 @@ class RunConfig:
             values = yaml.safe_load(Path(path).read_text())
         except OSError as error:
             raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is the path right?") from None
-        except (yaml.YAMLError, ValueError) as error:  # a ValueError: no UTF-8, or a date that is none
+        # A ValueError: no UTF-8, or a date that is none; the other one: brackets in brackets, thousands deep.
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise DxdyError(f"{path}: not YAML. {' '.join(str(error).split())}") from None
         if not isinstance(values, dict):
             raise DxdyError(f"{path}: expected lines like 'lr: 0.1', got {type(values).__name__}.")
@@ -137,7 +145,11 @@ class RunConfig:
 
     def save(self, path: str | Path) -> None:
         """Write the configuration and its fingerprint as YAML that ``load`` reads back equal."""
-        Path(path).write_text(yaml.safe_dump({**self.to_dict(), "fingerprint": self.fingerprint}, sort_keys=False))
+        text = yaml.safe_dump({**self.to_dict(), "fingerprint": self.fingerprint}, sort_keys=False)
+        try:
+            Path(path).write_text(text)
+        except OSError as error:
+            raise DxdyError(f"{path}: cannot be written ({error.strerror}). Give a path that can be.") from None
 
     def override(self, changes: Mapping[str, Any]) -> "RunConfig":
         """Return a configuration with some fields changed: flat names, as papermill and a command line give them.
@@ -181,7 +193,7 @@ def parse_assignments(items: Iterable[str]) -> dict[str, Any]:
             raise DxdyError(f"{name.strip()}: given twice")
         try:
             value = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError):
+        except (yaml.YAMLError, ValueError, RecursionError):
             value = text
         values[name.strip()] = as_number(value)
     return values
@@ -207,15 +219,17 @@ def _coerce(name: str, kind: Any, value: Any, limits: Mapping[str, Any]) -> tupl
     """Return a field's value as its type asks, and what is wrong with it."""
     choices = get_args(kind)
     if get_origin(kind) is Literal:
+        if isinstance(value, str) and value in choices:
+            return choices[choices.index(value)], None  # a plain text, whatever kind of text was given
         near = difflib.get_close_matches(str(value), choices, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         allowed = f"one of {', '.join(choices)}"
-        return value, None if value in choices else f"{name}: expected {allowed}; got {value!r}.{hint}"
+        return value, f"{name}: expected {allowed}; got {value!r}.{hint}"
     if value is None and type(None) in choices:
         return None, None
     whole = int in (kind, *choices)
     number = as_number(value)
-    fits = isinstance(number, (int, float)) and not isinstance(number, bool)
+    fits = isinstance(number, numbers.Real) and not isinstance(number, bool)  # numpy's numbers too
     fits = fits and limits["low"] <= number <= limits["high"] and not (limits["open_low"] and number == limits["low"])
     fits = fits and (not whole or number == int(number))
     if fits:

@@ -107,7 +107,8 @@ def test_a_failing_cell_is_shown(workbook: Path, capsys: pytest.CaptureFixture) 
 
 def test_an_error_that_the_reader_can_put_right_is_bad_input(workbook: Path, capsys: pytest.CaptureFixture) -> None:
     write(workbook / "notebooks", "05_config", "lr = 0.1", "import dxdy_nb as dx\ndx.RunConfig(lr=lr, sed=0)")
-    assert cli.main(["run", "05_config"]) == 1  # python's own TypeError: the lesson is at fault, not the reader
+    assert cli.main(["run", "05_config"]) == 2
+    assert "sed: unknown. Did you mean 'seed'?" in capsys.readouterr().err
     write(workbook / "notebooks", "05_config", "lr = 0.1", "import dxdy_nb as dx\ndx.RunConfig(lr=lr)")
     capsys.readouterr()
     assert cli.main(["run", "05_config", "-p", "lr=-1"]) == 2

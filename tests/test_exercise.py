@@ -46,11 +46,13 @@ def ask(solution, **more):
 
 def test_an_open_question_blocks_nothing(lesson):
     assert lesson.predict("how many?", None).state == "open"
-    assert repr(lesson.reveal("how many?", 3)) == "· how many?: measured 3. You made no prediction."
+    assert repr(lesson.reveal("how many?", 3)) == "· how many?: you made no prediction. Measured: 3."
+    shown = lesson.reveal("how many?", 3)._repr_html_()
+    assert "3" not in shown.split("<summary>")[1].split("</summary>")[0], "a result must not spoil the prediction"
 
 
 def test_a_prediction_stands_beside_what_was_measured(lesson):
-    assert repr(lesson.predict("how many?", 3)) == "· how many?: you say 3. Now run the next cell."
+    assert repr(lesson.predict("how many?", 3)) == "· how many?: you say 3. Now run on."
     assert repr(lesson.reveal("how many?", 3)) == "✓ how many?: you said 3, measured 3."
     lesson.predict("how long?", 1.0)
     assert repr(lesson.reveal("how long?", 2.0)).startswith("✗ how long?: you said 1, measured 2. Say why")

@@ -1,12 +1,15 @@
 """Watching a loop changes nothing, leaves nothing behind, and sees what happened."""
 
+import copy
 import math
+import pickle
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dxdy_nb as dx
@@ -23,6 +26,7 @@ def torch_as_it_was():
     yield
     assert torch.autograd.backward is BACKWARD
     assert DataLoader.__iter__ is ITER
+    assert "__call__" not in vars(nn.Sequential)
 
 
 def small_model():
@@ -163,6 +167,32 @@ def test_an_error_of_the_loop_keeps_the_steps_before_it():
     assert w.steps.index.tolist() == [0]
 
 
+def test_copies_of_the_model_are_free_of_the_observer():
+    """The mean of the weights, the best model so far, and a model that is saved whole are such copies."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved_before = pickle.dumps(model)
+    with dx.watch(model, optimizer) as w:
+        saved, twin = pickle.dumps(model), copy.deepcopy(model)
+        train_step(model, optimizer)
+        loss_of(twin)
+        loss_of(pickle.loads(saved))
+    assert saved == saved_before
+    assert hooks_of(twin, copy.deepcopy(optimizer)) == []
+    assert w.steps["effective_batch"].tolist() == [64]
+
+
+@pytest.mark.parametrize("compiling", ["torch.compiler.is_compiling", "torch.jit.is_tracing"])
+def test_a_compiler_reads_the_model_as_it_is(watched, monkeypatch, compiling):
+    model, optimizer = watched
+    with dx.watch(model, optimizer) as w:
+        with monkeypatch.context() as patch:
+            patch.setattr(compiling, lambda: True)
+            model(X)
+        train_step(model, optimizer)
+    assert w.steps["effective_batch"].tolist() == [64]
+
+
 @pytest.fixture
 def watched():
     """Return a model without dropout, and its optimizer."""
@@ -242,6 +272,81 @@ def test_a_forward_without_backward_leaves_no_row(watched):
         train_step(model, optimizer)
         loss_of(model)
     assert len(w.steps) == 1
+
+
+def test_a_backward_that_began_at_no_single_number_leaves_a_row_too(watched):
+    model, optimizer = watched
+    with dx.watch(model, optimizer) as w:
+        nn.functional.cross_entropy(model(X), Y, reduction="none").backward(torch.ones(64))
+    assert w.steps["skipped"].tolist() == [True]
+    assert math.isnan(w.steps["loss"][0])
+    assert w.steps["grad_norm"][0] > 0
+
+
+STARTS = {
+    "a generator": (lambda loss: [(t for t in [loss])], True),
+    "an edge of the graph": (lambda loss: [torch.autograd.graph.get_gradient_edge(loss), torch.ones(())], False),
+    "a complex number": (lambda loss: [loss * (1 + 0j), torch.ones((), dtype=torch.complex64)], False),
+}
+
+
+@pytest.mark.parametrize(("start", "known"), STARTS.values(), ids=STARTS)
+def test_a_backward_may_begin_at_other_things_than_a_loss(watched, start, known):
+    model, optimizer = watched
+    with dx.watch(model, optimizer) as w:
+        loss = loss_of(model)
+        torch.autograd.backward(*start(loss))
+        norm = math.hypot(*(p.grad.norm().item() for p in model.parameters()))
+        optimizer.step()
+    assert w.steps["loss"][0] == pytest.approx(loss.item() if known else math.nan, nan_ok=True)
+    assert w.steps["grad_norm"][0] == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_inner_backward_of_a_checkpoint_is_part_of_the_outer_one(watched):
+    model, optimizer = watched
+    with dx.watch(model, optimizer) as w:
+        inner = checkpoint(lambda x: loss_of(model[2], x), model[:2](X).detach().requires_grad_(), use_reentrant=True)
+        (3 * inner).backward()
+        optimizer.step()
+    assert w.steps["loss"].tolist() == [3 * inner.item()]
+
+
+@pytest.mark.parametrize("target_first", [True, False])
+def test_a_training_step_may_use_the_model_without_gradients_too(watched, target_first):
+    model, optimizer = watched
+
+    def target(x):
+        with torch.no_grad():
+            return model(x).softmax(1)
+
+    with dx.watch(model, optimizer) as w:
+        for x, _ in DataLoader(TensorDataset(X, Y), 16):
+            early = target(x) if target_first else None
+            output = model(x)
+            late = None if target_first else target(x)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(output, early if target_first else late).backward()
+            optimizer.step()
+    assert w.steps["effective_batch"].tolist() == [16] * 4
+    assert (w.steps["data_time"] > 0).all()
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """It subtracts the gradient; its groups hold what they are given."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p -= p.grad
+
+
+@pytest.mark.parametrize("defaults", [{}, {"lr": None}])
+def test_an_optimizer_without_a_learning_rate_has_none_in_the_table(watched, defaults):
+    model, _ = watched
+    optimizer = OwnOptimizer(model.parameters(), defaults)
+    with dx.watch(model, optimizer) as w:
+        train_step(model, optimizer)
+    assert math.isnan(w.steps["lr"][0])
 
 
 def test_gradients_that_come_from_elsewhere_are_seen_at_the_step(watched):
@@ -481,6 +586,7 @@ LINEAR = nn.Linear(2, 1)
         ([LINEAR], torch.optim.SGD(LINEAR.parameters()), "expected a torch.nn.Module as model, got list"),
         (LINEAR, LINEAR.parameters, "expected a torch.optim.Optimizer as optimizer, got method"),
         (nn.ReLU(), torch.optim.SGD(LINEAR.parameters()), "the model has no parameters"),
+        (nn.LazyLinear(1), torch.optim.SGD(LINEAR.parameters()), "the model has weights without a shape"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(model, optimizer, text):

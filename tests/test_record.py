@@ -150,7 +150,7 @@ def test_a_folder_that_holds_only_a_trace_is_left_as_it_is(tmp_path):
     with dx.watch(model, torch.optim.SGD(model.parameters()), out=tmp_path / "run"):
         pass
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    with pytest.raises(dx.DxdyError, match="already holds a trace"):
+    with pytest.raises(dx.DxdyError, match="already holds a run"):
         dx.train(SHORT, out=tmp_path / "run")
     after = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     assert {name: after.get(name) for name in before} == before

@@ -1,6 +1,7 @@
 """The statistics of gradients are those of torch in float64, whatever kind of tensor a gradient is."""
 
 import math
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -156,6 +157,21 @@ def test_any_values_at_all_are_described_as_torch_describes_them(values):
     tensors = [torch.from_numpy(array) for array in values]
     for row, tensor in zip(describe(*tensors), tensors, strict=True):
         assert_row(row, tensor)
+
+
+def test_another_thread_may_describe_at_the_same_time(monkeypatch):
+    statistics, join, others = Statistics(), np.concatenate, []
+    thread = Thread(target=lambda: others.append(statistics.describe([torch.ones(3)])))
+
+    def interrupted(*args, **kwargs):
+        if not thread.ident:
+            thread.start()
+            thread.join()
+        return join(*args, **kwargs)
+
+    monkeypatch.setattr(np, "concatenate", interrupted)
+    row = statistics.describe([torch.ones(3)])[0]
+    assert row.tolist() == others[0][0].tolist() == describe(torch.ones(3))[0].tolist()
 
 
 @given(

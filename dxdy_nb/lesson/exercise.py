@@ -17,6 +17,7 @@ from torch import Tensor
 from dxdy_nb.errors import DxdyError, suggestion
 
 SOURCES = Path(__file__).resolve().parents[2] / "notebooks" / "src"
+LONGEST = 200  # characters of an answer that are shown
 COLOURS = {"right": "#1b7837", "wrong": "#b2182b", "open": "#5e6a75"}
 
 
@@ -70,6 +71,7 @@ class Note:
 
     state: str
     text: str
+    folded: str = ""  # what a notebook shows only when it is asked: a result before its prediction would spoil it
 
     @property
     def right(self) -> bool:
@@ -77,11 +79,14 @@ class Note:
         return self.state == "right"
 
     def __repr__(self) -> str:
-        return f"{ {'right': '✓', 'wrong': '✗', 'open': '·'}[self.state] } {self.text}"
+        return " ".join(filter(None, ({"right": "✓", "wrong": "✗", "open": "·"}[self.state], self.text, self.folded)))
 
     def _repr_html_(self) -> str:
         style = f"border-left:4px solid {COLOURS[self.state]};padding:2px 10px"
-        return f'<div style="{style}">{html.escape(repr(self))}</div>'
+        shown = html.escape(repr(Note(self.state, self.text)))
+        if self.folded:
+            shown = f"<details><summary>{shown}</summary>{html.escape(self.folded)}</details>"
+        return f'<div style="{style}">{shown}</div>'
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ class Lesson:
         self.guesses[question] = (guess, None)
         if guess is None:
             return Note("open", f"{question}: no prediction yet. Put yours in place of None; then run on.")
-        return Note("open", f"{question}: you say {_show(guess)}. Now run the next cell.")
+        return Note("open", f"{question}: you say {_show(guess)}. Now run on.")
 
     def reveal(self, question: str, measured: Any) -> Note:
         """Show what was measured beside what was predicted.
@@ -148,7 +153,7 @@ class Lesson:
         guess, _ = self.guesses[question]
         self.guesses[question] = (guess, measured)
         if guess is None:
-            return Note("open", f"{question}: measured {_show(measured)}. You made no prediction.")
+            return Note("open", f"{question}: you made no prediction.", f"Measured: {_show(measured)}.")
         if _agrees(guess, measured):
             return Note("right", f"{question}: you said {_show(guess)}, measured {_show(measured)}.")
         return Note(
@@ -163,9 +168,13 @@ class Lesson:
         if name not in self.exercises:
             raise DxdyError(f"{self.name} has no exercise {name!r}.{suggestion(name, self.exercises)}")
         exercise = self.exercises[name]
-        if _untouched(exercise, answer):
-            return Note("open", f"{name}: not tried yet. Put your own in place of every ..., then run the cell again.")
-        problem = judge(exercise, answer)
+        try:
+            if _untouched(exercise, answer):
+                text = f"{name}: not tried yet. Put your own in place of every ..., then run the cell again."
+                return Note("open", text)
+            problem = judge(exercise, answer)
+        except Exception as error:  # a list within itself, an object that cannot be compared: no answer ends a lesson
+            problem = f"this cannot be judged ({type(error).__name__}). Hand over {_kind(exercise.solution)}."
         return Note("wrong", f"{name}: {problem}") if problem else Note("right", f"{name}: right.")
 
     def score(self) -> Score:
@@ -222,7 +231,7 @@ def _judge_function(exercise: Exercise, answer: Any) -> str | None:
     if not callable(answer):
         return f"a function is asked for, this is {_kind(answer)}. Hand over its name, without calling it."
     outcomes = [_call(answer, arguments) for arguments in exercise.trials]
-    raised = next((outcome for outcome in outcomes if isinstance(outcome, Exception)), None)
+    raised = next((outcome for outcome in outcomes if isinstance(outcome, BaseException)), None)
     if raised is not None:
         return f"it raised {type(raised).__name__}: {str(raised).splitlines()[0] if str(raised) else 'no message'}"
     if all(outcome is None for outcome in outcomes):
@@ -281,7 +290,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         fresh = arguments
     try:
         return function(*fresh)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return error
 
 
@@ -334,6 +343,13 @@ def _as_tensor(value: Any) -> Tensor:
 
 
 def _agrees(guess: Any, measured: Any) -> bool:
+    try:
+        return _near(guess, measured)
+    except Exception:  # whatever cannot be compared does not agree
+        return False
+
+
+def _near(guess: Any, measured: Any) -> bool:
     guess, measured = _plain(guess), _plain(measured)
     if isinstance(measured, str) or isinstance(guess, str):
         return str(guess).strip().casefold() == str(measured).strip().casefold()
@@ -341,7 +357,7 @@ def _agrees(guess: Any, measured: Any) -> bool:
         return guess is measured
     try:
         return math.isclose(float(guess), float(measured), rel_tol=0.05)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return bool(guess == measured)
 
 
@@ -361,4 +377,8 @@ def _kind(value: Any) -> str:
 def _show(value: Any) -> str:
     if value is None:
         return "—"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    try:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    except Exception:  # of an object, of a number with too many digits, of a list thousands deep
+        return f"{_kind(value)} that cannot be shown"
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from dxdy_nb.errors import DxdyError
 from dxdy_nb.lesson import plots
-from dxdy_nb.runs.environment import attended
+from dxdy_nb.runs.environment import in_live_notebook
 
 T = TypeVar("T")
 SHARE = 0.1  # of the time may go into drawing
@@ -44,11 +45,15 @@ class LiveView:
 
         However it ends, a plain picture of the record stays in the notebook.
         """
+        if not (hasattr(steps, "__iter__") or hasattr(steps, "__getitem__")):
+            raise DxdyError(f"live: expected steps to go through, got {type(steps).__name__}. Call it: run(steps()).")
+        if getattr(self.record, "active", True) is False:
+            raise DxdyError("live: the watch is not running. Await it inside the block: with dx.watch(...) as w: ...")
         last: T | None = None
         with contextlib.ExitStack() as closing:
             if isinstance(steps, Iterator) and hasattr(steps, "close"):
                 closing.callback(steps.close)
-            if not attended():
+            if not in_live_notebook():
                 closing.callback(self._leave_picture)
                 for last in steps:  # noqa: B007 - it is returned
                     pass

@@ -148,7 +148,7 @@ def _panels(figure: Figure | None, alt: str) -> tuple[Figure, Any]:
         return new_figure(alt, 9.0, 5.4, 2, 2)
     figure.clear()
     figure.set_layout_engine("none")  # to find the best layout costs as much as to draw: a live view does without
-    room = {"left": 0.1, "right": 0.98, "bottom": 0.09, "top": 0.97, "wspace": 0.28, "hspace": 0.3}
+    room = {"left": 0.1, "right": 0.98, "bottom": 0.09, "top": 0.97, "wspace": 0.42, "hspace": 0.3}
     return figure, _dress(figure.subplots(2, 2, gridspec_kw=room))
 
 
@@ -157,8 +157,8 @@ def _line(ax: Any, x: Any, y: Any, label: str) -> None:
     finite = np.isfinite(values)
     ax.plot(x, values, linewidth=1.2)
     ax.set(xlabel="step", ylabel=label)
-    if finite.any() and values[finite].min() > 0:
-        ax.set_yscale("log")
+    if finite.any() and values[finite].min() > 0 and values[finite].max() > 10 * values[finite].min():
+        ax.set_yscale("log")  # within one decade a log axis would have no number on it
     for step in np.asarray(x)[~finite]:
         ax.axvline(step, color=PALETTE[1], linewidth=0.8)  # a non-finite value is a place, not a gap
 
@@ -190,5 +190,5 @@ def _update_ratios(ax: Any, ratios: "pd.Series[float]") -> None:
         label = name if (values > 0).any() else "_"  # matplotlib lists no name that begins so: this one never moved
         ax.plot(table.index, np.where(values > 0, values, np.nan), linewidth=1, marker=".", label=label)
     ax.set(xlabel="step", ylabel="|update| / |weight|", yscale="log")
-    if len(table.columns) <= 12:
+    if len(table.columns) <= 12 and ax.get_legend_handles_labels()[1]:
         ax.legend(fontsize=6, frameon=False, ncols=2)

@@ -18,6 +18,7 @@ import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from dxdy_nb.errors import DxdyError
@@ -72,6 +73,7 @@ class _Step:
     forward_time: float = 0.0
     backward_time: float = 0.0
     batch: int = 0
+    aside: bool = False  # whether the model ran without gradients: for validation, or for a training step's target
     losses: list[float] = field(default_factory=list)
     gradients: NDArray[np.float64] | None = None
     bad_samples: list[int] = field(default_factory=list)
@@ -93,17 +95,21 @@ class Watch:
         parameters = dict(model.named_parameters())
         if not parameters:
             raise DxdyError("watch: the model has no parameters, so there are no gradients to observe.")
+        if any(map(is_lazy, parameters.values())):
+            raise DxdyError("watch: the model has weights without a shape. Call it once on a batch, then watch it.")
         self.model, self.optimizer, self.out = model, optimizer, out
         self._tensors = list(parameters.values())
         self._layout = Layout(tuple(parameters), tuple(tuple(p.shape) for p in self._tensors))
         self._statistics = Statistics()
         self._writer: TraceWriter | None = None
+        self.active = False  # True inside the `with` block
         self._cleanup = ExitStack()
         self._memory = _memory_reader(self._tensors[0].device)
         self._count = 0
         self._step = _Step()
         self._batch: Any = None
-        self._forward_started = self._update_started = 0.0
+        self._in_backward = False
+        self._update_started = 0.0
         self._weights: list[Tensor] | None = None
 
     def __enter__(self) -> Self:
@@ -111,23 +117,26 @@ class Watch:
             raise DxdyError("watch: this one was used already. Call dx.watch(...) again for another loop.")
         self._writer = TraceWriter(self._layout, self.out)
         handles = [
-            self.model.register_forward_pre_hook(self._before_forward),
-            self.model.register_forward_hook(self._after_forward, with_kwargs=True),
             self.optimizer.register_step_pre_hook(self._before_update),
             self.optimizer.register_step_post_hook(self._after_update),
         ]
         for handle in handles:
             self._cleanup.callback(handle.remove)
+        # The class and not a hook in the model: copies of the model, and files it is saved to, would carry the hook.
+        kind = type(self.model)
+        self._replace(kind, "__call__", self._observed_call(kind.__call__))
         # Tensor.backward looks this name up at every call, so one wrapper sees both ways of calling it.
         self._replace(torch.autograd, "backward", self._observed_backward(torch.autograd.backward))
         self._replace(DataLoader, "__iter__", self._observed_iter(DataLoader.__iter__))
+        self.active = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
+        self.active = False
         self._cleanup.close()
-        if self._step.losses:  # a backward that no step followed: the loop ended before it, or broke
+        if self._step.gradients is not None:  # a backward that no step followed: the loop ended before it, or broke
             self._record(update_time=0.0, ratios=None, skipped=True)
         if self._writer is not None:
             self._writer.close()
@@ -141,12 +150,20 @@ class Watch:
 
     @property
     def steps(self) -> "pd.DataFrame":
-        """One row a step: loss, lr, gradient norm before clipping, batch, times in seconds, memory in bytes."""
+        """One row a step.
+
+        Loss (mean over the step's backward calls), lr, grad_norm (before clipping), effective_batch (samples of all
+        forwards), times in seconds, memory in bytes, skipped (a backward that no step followed), bad_samples (ids).
+        """
         return self.trace.steps
 
     @property
     def gradients(self) -> "pd.DataFrame":
-        """One row for each step and parameter: mean, max, min, norm, nonzero, nonfinite, update_ratio."""
+        """One row for each step and parameter: mean, max, min, norm, nonzero, nonfinite, update_ratio.
+
+        The update ratio is measured at every 10th step and NaN between. A parameter without a gradient is a row of
+        NaN; one whose gradient holds NaN has its count in ``nonfinite``.
+        """
         return self.trace.gradients
 
     @property
@@ -155,21 +172,51 @@ class Watch:
         return self._layout.sizes
 
     def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
-        self._cleanup.callback(setattr, owner, name, getattr(owner, name))
+        if name in vars(owner):
+            self._cleanup.callback(setattr, owner, name, getattr(owner, name))
+        else:
+            self._cleanup.callback(delattr, owner, name)
         setattr(owner, name, wrapper)
 
     def _observed_iter(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @functools.wraps(original)
         def observed(loader: Any) -> Iterator[Any]:
-            return _Fetches(original(loader), self._after_fetch)
+            return _Fetches(original(loader), self._after_fetch, self._drop_validation)
+
+        return observed
+
+    def _observed_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        model = self.model
+
+        @functools.wraps(original)
+        def observed(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+            if module is not model or torch.compiler.is_compiling() or torch.jit.is_tracing():
+                return original(module, *inputs, **named)
+            if not torch.is_grad_enabled():
+                self._step.aside = True
+                return original(module, *inputs, **named)
+            started = self._begin()
+            output = original(module, *inputs, **named)
+            self._step.forward_time += perf_counter() - started
+            self._step.batch += _batch_size(inputs) or _batch_size(named.values())
+            return output
 
         return observed
 
     def _observed_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def observed(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._in_backward:  # a re-entrant checkpoint calls it for a part of the graph
+                original(tensors, *args, **kwargs)
+                return
+            if not isinstance(tensors, (Tensor, tuple)):
+                tensors = list(tensors)  # a generator can be read only once
             started = self._begin()
-            original(tensors, *args, **kwargs)
+            self._in_backward = True
+            try:
+                original(tensors, *args, **kwargs)
+            finally:
+                self._in_backward = False
             self._step.backward_time += perf_counter() - started
             self._after_backward(tensors)
 
@@ -182,26 +229,21 @@ class Watch:
         return now
 
     def _after_fetch(self, started: float, ended: float, batch: Any) -> None:
+        self._drop_validation()
         if not self._step.started:
             self._step.started = started
         self._step.data_time += ended - started
         self._batch = batch
 
-    def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled():  # validation: what it fetched belongs to no step
-            if not self._step.losses:
-                self._step = _Step()
-            return
-        self._forward_started = self._begin()
-
-    def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._step.forward_time += perf_counter() - self._forward_started
-            self._step.batch += _batch_size(inputs) or _batch_size(named.values())
+    def _drop_validation(self) -> None:
+        """Forget what validation fetched, now that it fetches more or has come to its end: it belongs to no step."""
+        step = self._step
+        if step.aside and not step.batch and step.gradients is None:
+            self._step, self._batch = _Step(), None
 
     def _after_backward(self, tensors: Any) -> None:
         step = self._step
-        losses = [t.item() for t in ([tensors] if torch.is_tensor(tensors) else tensors) if t.numel() == 1]
+        losses = [t.item() for t in ((tensors,) if torch.is_tensor(tensors) else tensors) if _is_loss(t)]
         spoilt_before = step.gradients is not None and any_nonfinite(step.gradients)
         step.losses += losses
         step.gradients = self._statistics.describe([p.grad for p in self._tensors])
@@ -227,9 +269,10 @@ class Watch:
         rows = step.gradients
         if rows is None:  # gradients that came from elsewhere than backward
             rows = self._statistics.describe([p.grad for p in self._tensors])
+        lr = self.optimizer.param_groups[0].get("lr")  # an optimizer of one's own may have none
         values = {
             "loss": sum(step.losses) / len(step.losses) if step.losses else math.nan,
-            "lr": float(self.optimizer.param_groups[0]["lr"]),
+            "lr": math.nan if lr is None else float(lr),
             "grad_norm": total_norm(rows),
             "effective_batch": step.batch,
             "step_time": perf_counter() - step.started,
@@ -247,15 +290,21 @@ class Watch:
 class _Fetches:
     """A loader's iterator that tells how long each fetch took; everything else is the iterator's own."""
 
-    def __init__(self, iterator: Iterator[Any], tell: Callable[[float, float, Any], None]) -> None:
-        self._iterator, self._tell = iterator, tell
+    def __init__(
+        self, iterator: Iterator[Any], tell: Callable[[float, float, Any], None], tell_end: Callable[[], None]
+    ) -> None:
+        self._iterator, self._tell, self._tell_end = iterator, tell, tell_end
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         started = perf_counter()
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._tell_end()
+            raise
         self._tell(started, perf_counter(), batch)
         return batch
 
@@ -300,6 +349,11 @@ def _memory_reader(device: torch.device) -> Callable[[], float]:
 
     weakref.finalize(resident, os.close, file)
     return resident
+
+
+def _is_loss(value: Any) -> bool:
+    """Return whether a backward begins at a real number; it may also begin at a tensor or at an edge of the graph."""
+    return torch.is_tensor(value) and value.numel() == 1 and not value.is_complex()
 
 
 def _batch_size(values: Iterable[Any]) -> int:

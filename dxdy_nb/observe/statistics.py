@@ -75,7 +75,7 @@ class Statistics:
         sizes = tuple([a.size for a in arrays])
         if sizes != self._sizes:
             self._make_room(sizes)
-        rows = self._quiet.run(self._reduce, arrays)
+        rows = self._quiet.copy().run(self._reduce, arrays)  # two threads cannot be in one context
         squares = rows[:, 3].tolist()
         rows /= self._divisors
         np.sqrt(rows[:, 3], out=rows[:, 3])

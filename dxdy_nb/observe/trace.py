@@ -87,6 +87,7 @@ class TraceWriter:
         self._file: int | None = None
         if folder is not None:
             self._file = _create(layout, folder)
+            self.folder = folder.absolute()  # the loop may go to another directory
 
     def append(
         self,
@@ -207,6 +208,12 @@ def read(folder: str | Path) -> Trace:
     size = layout.record.itemsize
     records = np.frombuffer(body[: len(body) // size * size], layout.record)
     whole = _whole(records)
+    if whole < len(records):  # a torn write leaves less than a record
+        warnings.warn(
+            f"{folder / 'trace.bin'}: damaged. Of its {len(records)} records only the first {whole} can be trusted.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return Trace(layout, records[:whole], None if missing < 0 else missing, len(body) - whole * size)
 
 
@@ -226,18 +233,22 @@ def _create(layout: Layout, folder: Path) -> int:
         "gradient_columns": GRADIENT_COLUMNS,
         "record_bytes": layout.record.itemsize,
     }
+    file = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if any((folder / name).exists() for name in ("trace.bin", "trace.json")):
+            raise DxdyError(f"{folder}: already holds a trace. Give another folder; nothing recorded is overwritten.")
         # Not O_APPEND: under it Linux would append what is meant for the header.
         file = os.open(folder / "trace.bin", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        (folder / "trace.json").write_text(json.dumps(description, indent=1) + "\n")
         os.write(file, MAGIC + (-1).to_bytes(8, "little", signed=True))
-    except FileExistsError:
-        raise DxdyError(
-            f"{folder}: already holds a trace. Give another folder; nothing recorded is overwritten."
-        ) from None
-    except OSError as error:
-        raise DxdyError(f"{folder}: cannot be written ({error.strerror}). Give a folder that can, as out=.") from None
+        (folder / "trace.json").write_text(json.dumps(description, indent=1) + "\n")
+    except (OSError, ValueError) as error:  # a ValueError: a path with a zero byte
+        if file is not None:  # nothing is recorded yet: leave the folder as it was, for another try
+            os.close(file)
+            for name in ("trace.bin", "trace.json"):
+                (folder / name).unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or error
+        raise DxdyError(f"{folder}: cannot be written ({reason}). Give a folder that can, as out=.") from None
     return file
 
 

@@ -17,6 +17,7 @@ def describe(model: torch.nn.Module | None = None, data: Any = None) -> dict[str
     """Return versions, commit, device, threads, precision and deterministic flags as plain values."""
     commit = _git("rev-parse", "HEAD")
     top = _git("rev-parse", "--show-toplevel")
+    untracked = _git("ls-files", "--others", "--exclude-standard", "*.py", "*.ipynb") or ""  # in no diff
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -26,6 +27,7 @@ def describe(model: torch.nn.Module | None = None, data: Any = None) -> dict[str
         "project": Path(top.strip() if top else Path.cwd()).name,
         "commit": commit.strip() if commit else None,
         "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
+        "untracked_files": untracked.splitlines()[:100],
         "model": class_name(model),
         "data": class_name(data),
         "cuda": torch.version.cuda,
@@ -49,16 +51,24 @@ def class_name(thing: Any) -> str | None:
 
 
 def attended() -> bool:
-    """Return whether somebody is watching: a terminal, or a notebook in a front end that can ask its reader something.
+    """Return whether somebody is watching: a live notebook, or a terminal."""
+    return in_live_notebook() if _kernel_shell() else sys.stderr.isatty()
 
-    JupyterLab offers standard input to the kernel with each cell; papermill, nbval and nbconvert do not. IPython is
-    asked only where it is loaded already.
+
+def in_live_notebook() -> bool:
+    """Return whether this is a cell that a person runs, in a front end that shows widgets.
+
+    JupyterLab offers standard input to the kernel with each cell; papermill, nbval and nbconvert do not.
     """
+    shell = _kernel_shell()
+    return bool(shell and shell.get_parent().get("content", {}).get("allow_stdin"))
+
+
+def _kernel_shell() -> Any:
+    """Return IPython's shell inside a kernel, else None; IPython is asked only where it is loaded already."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    if shell is None or not hasattr(shell, "get_parent"):
-        return sys.stderr.isatty()
-    return bool(shell.get_parent().get("content", {}).get("allow_stdin"))
+    return shell if hasattr(shell, "get_parent") else None
 
 
 def _git(*arguments: str) -> str | None:

@@ -4,6 +4,8 @@ import ast
 import contextlib
 import difflib
 import os
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,9 +69,12 @@ def resolve(lesson: str) -> Path:
     """
     known = names()
     wanted = Path(lesson).stem if lesson.endswith(".ipynb") else lesson
-    exact = [name for name in known if wanted in (name, name[:2], name[:2].lstrip("0"), name[3:])]
+    exact = [name for name in known if wanted in (name, name[:2], name[:2].lstrip("0") or "0", name[3:])]
     if exact:
-        return NOTEBOOKS / f"{exact[0]}.ipynb"
+        found = NOTEBOOKS / f"{exact[0]}.ipynb"
+        if wanted != lesson and os.path.dirname(lesson) and Path(lesson).resolve() != found.resolve():
+            raise DxdyError(f"{lesson}: is not in the workbook, {NOTEBOOKS}. Its own lesson is called {exact[0]!r}.")
+        return found
     close = difflib.get_close_matches(wanted, [*known, *(name[3:] for name in known)], n=1, cutoff=0.5)
     near = next((name for name in known if close and close[0] in (name, name[3:])), None)
     hint = f" Did you mean {near!r}?" if near else suggestion(wanted, known)
@@ -77,13 +82,26 @@ def resolve(lesson: str) -> Path:
 
 
 def parameters(notebook: Path) -> dict[str, Any]:
-    """Return the names and default values in a lesson's parameters cell, which holds plain literals only."""
-    cells = nbformat.read(notebook, as_version=4).cells
-    source = next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
+    """Return the names and default values in a lesson's parameters cell, which holds plain literals only.
+
+    Raises
+    ------
+    DxdyError
+        The file is no notebook, or its parameters cell computes something.
+    """
+    restore = f"Restore it with: git checkout -- {notebook.parent.name}/{notebook.name}"
+    try:
+        cells = nbformat.read(notebook, as_version=4).cells
+        source = next((c.source for c in cells if "parameters" in c.metadata.get("tags", [])), "")
+    except Exception as error:  # nbformat has many ways to say that a file is damaged
+        raise DxdyError(f"{notebook}: cannot be read as a notebook ({type(error).__name__}). {restore}") from None
     found = {}
-    for line in ast.parse(source).body:
-        if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
-            found[line.targets[0].id] = ast.literal_eval(line.value)
+    try:
+        for line in ast.parse(source).body:
+            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+                found[line.targets[0].id] = ast.literal_eval(line.value)
+    except (SyntaxError, ValueError) as error:
+        raise DxdyError(f"{notebook}: its parameters cell holds more than values ({error}). {restore}") from None
     return found
 
 
@@ -122,11 +140,12 @@ def run(lesson: str, given: Mapping[str, Any], out: str | Path | None = None) ->
     notebook = resolve(lesson)
     values = typed(notebook, given)
     folder = record.new_folder(notebook.stem, out)
-    record.write_environment(folder)
-    (folder / "config.yaml").write_text(_yaml({**parameters(notebook), **values}))
     target = folder / "notebook.ipynb"
     failed = None
-    with contextlib.suppress(_LessonFailed), record.Recorder(folder, kind="lesson", lesson=notebook.stem) as recorder:
+    recorder = record.Recorder(folder, kind="lesson", lesson=notebook.stem, metrics={})
+    with contextlib.suppress(_LessonFailed), recorder:
+        record.write_environment(folder)
+        _write_parameters(folder, {**parameters(notebook), **values})
         try:
             with _told_to_kernels(folder.resolve()):
                 _execute(notebook, target, values)
@@ -134,7 +153,8 @@ def run(lesson: str, given: Mapping[str, Any], out: str | Path | None = None) ->
             failed = error
             raise
         finally:
-            recorder.result["metrics"] = record.read_result(folder).get("metrics", {})
+            with contextlib.suppress(DxdyError):  # a folder that is gone has no results
+                recorder.result["metrics"] = record.read_result(folder).get("metrics", {})
     result = recorder.result
     failure, bad_input = (str(failed), failed.bad_input) if failed else (None, False)
     return LessonRun(notebook.stem, result["status"], result["seconds"], target, result["metrics"], failure, bad_input)
@@ -151,12 +171,14 @@ class _LessonFailed(Exception):
 def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
     """Run papermill, and turn the ways in which a lesson can fail into one."""
     import papermill
+    from jupyter_client.kernelspec import NoSuchKernel
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from papermill.iorw import papermill_io
 
+    papermill_io.register(str(target), _ExecutedCopy(target))
     try:
         papermill.execute_notebook(
-            str(notebook),
-            str(target),
+            *(str(path).replace("{", "{{").replace("}", "}}") for path in (notebook, target)),  # a path is a template
             parameters=dict(values),
             kernel_name="python3",
             progress_bar={"desc": notebook.stem, "unit": "cell", "leave": False, "disable": None},
@@ -172,8 +194,33 @@ def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
         raise _LessonFailed(_story(error.cell_index, error.source, f"{error.ename}: {error.evalue}")) from None
     except DeadKernelError:
         raise _LessonFailed("the kernel died. Was it killed, or out of memory?") from None
+    except (RuntimeError, NoSuchKernel) as error:  # what a cell raises comes as papermill's own error
+        raise _LessonFailed(f"the kernel did not start: {error}. Install the workbook anew with make lab.") from None
     except CellTimeoutError as error:
         raise _LessonFailed(f"a cell took longer than {CELL_TIMEOUT} s. {str(error).splitlines()[0]}") from None
+
+
+class _ExecutedCopy:
+    """Writes the executed copy for papermill: whole or not at all, and a disk that is full does not end the lesson."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target.absolute()
+        self._told = False
+
+    def write(self, text: str, path: str) -> None:
+        try:
+            record.write_text(self._target, text)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"{path}: {error.strerror}. The lesson goes on; what it showed after this is not in the copy.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def pretty_path(self, path: str) -> str:
+        return path
 
 
 def _story(index: int, source: str, error: str) -> str:
@@ -199,18 +246,19 @@ def _like(default: Any, value: Any) -> tuple[Any, str | None]:
     if isinstance(default, bool):
         return value, None if isinstance(value, bool) else "true or false"
     if isinstance(default, (int, float)):
-        number = as_number(value)
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            return value, "a whole number" if isinstance(default, int) else "a number"
-        if isinstance(default, int):
-            return (int(number), None) if number == int(number) else (value, "a whole number")
-        return float(number), None
+        kind, number = type(default), as_number(value)
+        fits = isinstance(number, (int, float)) and not isinstance(number, bool)
+        fits = fits and abs(number) <= sys.float_info.max and number == kind(number)  # neither infinite nor NaN
+        return (kind(number), None) if fits else (value, "a whole number" if kind is int else "a number")
     if isinstance(default, str):
         return value, None if isinstance(value, str) else "a text"
     return value, None if isinstance(value, type(default)) else f"a {type(default).__name__}"
 
 
-def _yaml(values: Mapping[str, Any]) -> str:
+def _write_parameters(folder: Path, values: Mapping[str, Any]) -> None:
     import yaml
 
-    return yaml.safe_dump(dict(values), sort_keys=False)
+    try:
+        record.write_text(folder / "config.yaml", yaml.safe_dump(dict(values), sort_keys=False))
+    except OSError as error:
+        raise DxdyError(f"{folder}: cannot be written ({error.strerror}). Give a folder that can be.") from None

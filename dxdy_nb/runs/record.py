@@ -1,12 +1,14 @@
 """A run's folder: what is written while it runs, and the run as it is read back."""
 
 import contextlib
+import errno
 import json
 import math
 import os
 import secrets
 import socket
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +27,11 @@ from dxdy_nb.runs import environment
 if TYPE_CHECKING:
     import pandas as pd
 
+STATUSES = (
+    *("running", "completed", "diverged", "failed"),
+    *("out_of_memory", "timed_out", "interrupted", "killed"),
+)
+FILES = ("config.yaml", "environment.json", "diff.patch", "result.json", "trace.json", "trace.bin", "notebook.ipynb")
 LESSON_FOLDER = "DXDY_RUN_FOLDER"  # the environment variable by which a lesson's kernel knows where its record is
 
 
@@ -54,18 +61,22 @@ class Run:
         Raises
         ------
         DxdyError
-            The folder holds no run.
+            The folder holds no run, or one of a lesson.
         """
         folder = Path(folder)
         result = read_result(folder)
-        return cls(
-            folder,
-            result["status"],
-            result.get("reason"),
-            RunConfig.load(folder / "config.yaml"),
-            result.get("metrics", {}),
-            result.get("validation", []),
-        )
+        if result.get("kind") == "lesson":
+            raise DxdyError(f"{folder}: holds a lesson, no training run. Look at its notebook.ipynb and result.json.")
+        return cls.of(folder, result, RunConfig.load(folder / "config.yaml"))
+
+    @classmethod
+    def of(
+        cls, folder: Path, result: Mapping[str, Any], config: RunConfig, model: torch.nn.Module | None = None
+    ) -> "Run":
+        """Return the run that a result tells of."""
+        plain = _plain(result)
+        validation = plain.get("validation", [])
+        return cls(folder, plain["status"], plain.get("reason"), config, plain.get("metrics", {}), validation, model)
 
     @property
     def trace(self) -> trace.Trace:
@@ -106,10 +117,15 @@ class Recorder:
 
     An exception inside the ``with`` block is recorded and goes on its way. ``status`` may be set inside the block
     when a run ends by a return.
+
+    Raises
+    ------
+    DxdyError
+        At the start: the folder cannot be written, or already holds a run.
     """
 
     def __init__(self, folder: Path, **facts: Any) -> None:
-        self.folder = folder
+        self.path = folder.absolute() / "result.json"  # the loop may go to another directory
         me = psutil.Process()
         self.result: dict[str, Any] = {
             "status": "running",
@@ -120,13 +136,37 @@ class Recorder:
             **facts,
         }
         self._began = time.perf_counter()
-        self.write()
+        self._told = False
+        try:
+            with open(self.path, "x", encoding="utf-8") as file:  # of two that ask for one folder, one gets it
+                file.write(_json(self.result))
+        except FileExistsError:
+            raise _held(folder, self.path.name) from None
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            raise _not_writable(folder, error) from None
 
     def write(self, **facts: Any) -> None:
-        """Store what is known; a disk that is full is no reason to end a run."""
+        """Store what is known. A disk that is full is no reason to end a run: it is told once."""
         self.result.update(facts)
-        with contextlib.suppress(OSError):
-            write_json(self.folder / "result.json", self.result)
+        try:
+            write_json(self.path, self.result)
+        except OSError as error:
+            self._write_last_word()
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"{self.path}: {error.strerror}. The run goes on; its newest metrics are not stored.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _write_last_word(self) -> None:
+        """Store the status beside the metrics that were stored before: where they fit, it nearly always fits too."""
+        with contextlib.suppress(OSError, ValueError):
+            stored = json.loads(self.path.read_text())
+            write_json(self.path, stored | {name: self.result[name] for name in ("status", "reason", "seconds")})
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +178,12 @@ class Recorder:
             self.result["status"], self.result["reason"] = status_of(error), f"{type(error).__name__}: {error}"[:2000]
         elif self.result["status"] == "running":
             self.result["status"] = "completed"
-        self.write(seconds=round(time.perf_counter() - self._began, 3))
+        self.result["seconds"] = round(time.perf_counter() - self._began, 3)
+        try:
+            self.write()
+        except KeyboardInterrupt:  # an impatient second Ctrl-C must not leave a run that says it is running
+            self.write()
+            raise
 
 
 def new_folder(name: str, out: str | Path | None = None) -> Path:
@@ -147,50 +192,96 @@ def new_folder(name: str, out: str | Path | None = None) -> Path:
     Raises
     ------
     DxdyError
-        The folder cannot be made, or already holds a run.
+        The folder cannot be made, or already holds a run (or a file that would be overwritten).
     """
     if out is None:
         out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
     folder = Path(out)
-    if (folder / "result.json").exists():
-        raise DxdyError(f"{folder}: already holds a run. Give another folder; nothing recorded is overwritten.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise DxdyError(f"{folder}: cannot be written ({error.strerror}). Give a folder that can be.") from None
+        held = [name for name in FILES if (folder / name).exists()]
+    except (OSError, ValueError) as error:  # a ValueError: a path with a zero byte
+        raise _not_writable(folder, error) from None
+    if held:
+        raise _held(folder, *held)
     return folder
 
 
+def _held(folder: Path, *names: str) -> DxdyError:
+    return DxdyError(
+        f"{folder}: already holds a run ({', '.join(names)}). Give another folder; nothing is overwritten."
+    )
+
+
+def _not_writable(folder: Path, error: Exception) -> DxdyError:
+    reason = getattr(error, "strerror", None) or error
+    return DxdyError(f"{folder}: cannot be written ({reason}). Give a folder that can be.")
+
+
 def write_environment(folder: Path, model: torch.nn.Module | None = None, data: Any = None) -> None:
-    """Write ``environment.json`` and, where there are uncommitted changes, ``diff.patch``."""
-    write_json(folder / "environment.json", environment.describe(model, data))
-    diff = environment.uncommitted_diff()
-    if diff:
-        (folder / "diff.patch").write_text(diff)
+    """Write ``environment.json`` and, where there are uncommitted changes, ``diff.patch``.
+
+    Raises
+    ------
+    DxdyError
+        The folder cannot be written.
+    """
+    described, diff = environment.describe(model, data), environment.uncommitted_diff()
+    try:
+        write_json(folder / "environment.json", described)
+        if diff:
+            write_text(folder / "diff.patch", diff)
+    except OSError as error:
+        raise _not_writable(folder, error) from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader sees the old or the new content, never half of it; NaN and infinity become null.
+    """Write JSON as ``write_text`` writes a text; NaN and infinity become null."""
+    write_text(path, _json(value))
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text so that a reader sees the old or the new content, never half of it.
 
     On a full disk the old file is overwritten in place, which needs no new space as long as it fits.
+
+    Raises
+    ------
+    OSError
+        There is no room; the old content is still there.
     """
-    text = json.dumps(_plain(value), indent=1, allow_nan=False) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)  # its room may be what is missing
         if not path.exists():
             raise
-        with open(path, "r+") as file:
-            file.write(text)
-            file.truncate()
+        _overwrite(path, text.encode())
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _overwrite(path: Path, content: bytes) -> None:
+    before = path.read_bytes()
+    with open(path, "r+b", buffering=0) as file:
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.seek(0)
+            file.write(before)
+            file.truncate(len(before))
+            raise
+        file.truncate()
 
 
 def read_result(folder: Path) -> dict[str, Any]:
@@ -204,11 +295,15 @@ def read_result(folder: Path) -> dict[str, Any]:
     path = folder / "result.json"
     try:
         result: dict[str, Any] = json.loads(path.read_text())
+        rows = result.get("validation", [])
+        sound = isinstance(result.get("metrics", {}), dict) and all(isinstance(row, dict) for row in rows)
+        if result["status"] not in STATUSES or not sound:
+            raise ValueError
         if result["status"] == "running" and not _alive(result["process"]):
             result["status"], result["reason"] = "killed", "the process ended without a word"
     except OSError as error:
         raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is {folder} a run's folder?") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DxdyError(f"{path}: is no run's result. Is it damaged?") from None
     return result
 
@@ -234,9 +329,14 @@ def result(**metrics: float | int | str | bool) -> None:
             raise DxdyError(f"result: {name} is a {type(value).__name__}; expected a number, a text or a truth value.")
     folder = os.environ.get(LESSON_FOLDER)
     if folder:
-        known = json.loads((Path(folder) / "result.json").read_text())
-        known["metrics"] = {**known.get("metrics", {}), **plain}
-        write_json(Path(folder) / "result.json", known)
+        path = Path(folder) / "result.json"
+        try:
+            known = read_result(path.parent)
+            write_json(path, known | {"metrics": known.get("metrics", {}) | plain})
+        except (DxdyError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            text = f"{path}: {reason}. The lesson goes on; not stored: {', '.join(plain)}."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def status_of(error: BaseException) -> str:

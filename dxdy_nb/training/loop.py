@@ -4,7 +4,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +45,8 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     >>> run.status, len(run.steps)
     ('completed', 2)
     """
+    if not isinstance(config, RunConfig):
+        raise DxdyError(f"train: expected a dx.RunConfig as config, got {type(config).__name__}.")
     device = pick_device(config.device)
     data = datasets.load(config.data, config.seed)
     seed_everything(config.seed)
@@ -59,24 +60,25 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, int(total)))
 
     folder = new_folder(config.data, out)
-    config.save(folder / "config.yaml")
-    write_environment(folder, model, data.train)
-    with Recorder(folder, kind="training", metrics={}, validation=[]) as recorder, watch(model, optimizer, out=folder):
-        validation: list[dict[str, float]] = []
-        for step, (x, y, ids) in enumerate(progress(batches(loader, int(total)), int(total)), start=1):
-            loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)
-            if not math.isfinite(loss):
-                reason = f"the loss is {loss} at step {step - 1}; sample ids of its batch: {ids.tolist()}"
-                recorder.write(status="diverged", reason=reason)
-                break
-            scheduler.step()
-            if step % (config.validate_every * len(loader)) == 0 or step == total:
-                validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
-                recorder.write(validation=validation, metrics=named("validation", validation[-1]))
-        else:
-            test = named("test", evaluate(model, data.test, loss_fn))
-            recorder.write(status="completed", metrics={**recorder.result["metrics"], **test})
-    return replace(Run.load(folder), model=model)
+    with Recorder(folder, kind="training", metrics={}, validation=[]) as recorder:
+        config.save(folder / "config.yaml")
+        write_environment(folder, model, data.train)
+        with watch(model, optimizer, out=folder):
+            validation: list[dict[str, float]] = []
+            for step, (x, y, ids) in enumerate(progress(batches(loader, int(total)), int(total)), start=1):
+                loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)
+                if not math.isfinite(loss):
+                    reason = f"the loss is {loss} at step {step - 1}; sample ids of its batch: {ids.tolist()}"
+                    recorder.write(status="diverged", reason=reason)
+                    break
+                scheduler.step()
+                if step % (config.validate_every * len(loader)) == 0 or step == total:
+                    validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
+                    recorder.write(validation=validation, metrics=named("validation", validation[-1]))
+            else:
+                test = named("test", evaluate(model, data.test, loss_fn))
+                recorder.write(status="completed", metrics={**recorder.result["metrics"], **test})
+    return Run.of(folder, recorder.result, config, model)  # not read back: a disk that is full costs no trained model
 
 
 def batches(loader: DataLoader[datasets.Batch], total: int) -> Iterator[datasets.Batch]:

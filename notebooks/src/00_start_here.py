@@ -12,7 +12,7 @@
 #
 # **Know before.** Python, and what a derivative is. The self-test below finds the gaps.
 #
-# **Minutes.** 25
+# **Minutes.** 40
 #
 # **Last verified.** torch 2.13.0, CPU.
 #
@@ -21,7 +21,8 @@
 # Every lesson shows this strip: the stages that a training step passes through, in order. The lesson's own stage is
 # bold. Here it is all of them. *Comm* is what several processes tell each other; it is empty on a single one.
 #
-# A training run of yours is in trouble right now? Go to [Symptoms](#Symptoms) and come back later.
+# A training run of yours is in trouble right now? Go to [Symptoms](#Symptoms) and come back later. Otherwise begin
+# with *Edit → Clear Outputs of All Cells*, here and in each lesson: the stored outputs give the predictions away.
 
 # %% [markdown]
 # ## Self-test
@@ -73,8 +74,8 @@
 # <details><summary><b>6. Forward and backward.</b> What does loss.backward() compute, and where does the result
 # go?</summary>
 #
-# The derivative of the loss by each leaf tensor that asks for it (`requires_grad`), parameters among them. It is
-# *added* to that tensor's `.grad`; nothing is replaced, and no weight moves.
+# The derivative of the loss with respect to each leaf tensor that asks for it (`requires_grad`), parameters among
+# them. It is *added* to that tensor's `.grad`; nothing is replaced, and no weight moves.
 # Read: [PyTorch, Autograd mechanics](https://docs.pytorch.org/docs/stable/notes/autograd.html).
 #
 # </details>
@@ -135,13 +136,13 @@ from dxdy_nb.training import datasets
 lesson = Lesson("00_start_here")
 
 # %% [markdown]
-# ## Three of the ten, checked
+# ## Three of the ten again, checked
 #
-# Put your answer in place of `...` and run the cell. The check says which property is wrong, never the answer. Help
-# comes in steps below each cell.
+# With other numbers. Put your answer in place of `...` and run the cell. The check says which property is wrong, never
+# the answer: try a wrong one too. Help comes in steps below each cell.
 
 # %%
-slope = ...  # question 1: dy/dx of (3x - 1)² at x = 1
+slope = ...  # as question 1: dy/dx of (3x - 1)², now at x = 2
 lesson.check("chain_rule", slope)
 
 # %% [markdown]
@@ -152,48 +153,48 @@ lesson.check("chain_rule", slope)
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# Take dy/du where x = 1, so at u = 2, and multiply the two.
+# Take dy/du where x = 2, so at u = 5, and multiply the two.
 #
 # </details>
 # <details><summary>Solution: chain_rule</summary>
 #
 # ```python
-# slope = 2 * (3 * 1 - 1) * 3
+# slope = 2 * (3 * 2 - 1) * 3
 # ```
 #
 # </details>
 
 # %%
-shape = ...  # question 3, as a tuple: the shape of (4, 1) + (3,)
+shape = ...  # as question 3, a tuple: the shape of (5, 1, 3) + (4, 1)
 lesson.check("broadcast", shape)
 
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Write the shapes below each other, lined up at the right. What stands above the 3?
+# Write the shapes below each other, lined up at the right. What stands above the 4?
 #
 # </details>
 # <details><summary>Hint 2</summary>
 #
-# In each column the larger size wins if the other one is 1 or missing.
+# In each column the larger size wins where the other one is 1 or missing.
 #
 # </details>
 # <details><summary>Solution: broadcast</summary>
 #
 # ```python
-# shape = tuple((torch.zeros(4, 1) + torch.zeros(3)).shape)
+# shape = tuple((torch.zeros(5, 1, 3) + torch.zeros(4, 1)).shape)
 # ```
 #
 # </details>
 
 # %%
-stepped = ...  # question 8: weight 1.0, gradient 4.0, learning rate 0.1, one step of plain SGD
+stepped = ...  # as question 8: weight 2.0, gradient -3.0, learning rate 0.1
 lesson.check("sgd_step", stepped)
 
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# A positive gradient: the loss grows when the weight grows. Which way should the weight go?
+# A negative gradient: the loss falls when the weight grows. Which way should the weight go?
 #
 # </details>
 # <details><summary>Hint 2</summary>
@@ -204,7 +205,7 @@ lesson.check("sgd_step", stepped)
 # <details><summary>Solution: sgd_step</summary>
 #
 # ```python
-# stepped = 1.0 - 0.1 * 4.0
+# stepped = 2.0 - 0.1 * -3.0
 # ```
 #
 # </details>
@@ -214,25 +215,26 @@ lesson.check("sgd_step", stepped)
 #
 # **dxdy** is the name of this workbook. It is no algorithm, and no library to be found elsewhere; a name that contains
 # "dxdy" need not be a derivative. In the cells `dx` is the package behind the workbook. In other people's code `dx`
-# often means the gradient of the loss by x. That is dL/dx, not dx/dy, and here it is called `grad_x` or dL/dx.
+# often means the gradient of the loss with respect to x. That is dL/dx, not dx/dy, and here it is called so.
 #
-# **Predict, run, explain.** Before each surprise a cell asks for your prediction: a number, a word, a sign. Write it in
-# place of `None`, run the cell, then run the next one: your prediction stands beside what was measured. A wrong
-# prediction that you can explain afterwards is the best thing that can happen to you here.
+# **Predict, run, explain.** Before each surprise a cell asks for your prediction. Write it in place of `None`, a word
+# in quotes (`"yes"`), and run on: it will stand beside what was measured. A number within 5 % counts as right. A wrong
+# prediction that you can explain afterwards teaches more than a right one.
 #
 # **Run All never stops at you.** A prediction left open and an exercise not tried are noted, and the lesson goes on.
+# Cells share their variables, so run them in order.
 #
 # **Start again** with *Kernel → Restart Kernel and Run All Cells*. To get the lesson back as it was, type
-# `git checkout -- notebooks/00_start_here.ipynb` in the project's folder. That discards your answers: copy the file
-# first.
+# `git restore notebooks/00_start_here.ipynb` in the project's folder. That discards your answers: copy the file first.
 #
-# **Other numbers.** The cell with `seed = 0` above holds the lesson's parameters. Edit it and run all. Or leave the
-# notebook alone and type `dxdy run 03_baseline_run -p lr=0.1` in a terminal: papermill executes a copy with that
-# number, and the run is kept in a folder of its own under `runs/`.
+# **Other numbers.** The cell with `seed = 0` above holds the lesson's parameters. Edit it and run all. The text was
+# written for the numbers that stand there now. Or leave the notebook alone and type `dxdy run 03 -p lr=0.1` in a
+# terminal (`.venv/bin/dxdy` where the shell does not know `dxdy`): papermill executes a copy with that number, and the
+# run is kept in a folder of its own under `runs/`.
 #
-# **How the lessons are tested.** nbval executes each stored notebook again and compares all printed text, so what you
-# see stored is what the code prints. papermill runs each lesson with other parameters, and bounds are kept on the
-# results that a lesson names.
+# **How the lessons are tested.** nbval executes each stored notebook again and compares the printed text, except where
+# a cell describes the machine. papermill runs each lesson with other parameters, and bounds are kept on the results
+# that a lesson names.
 #
 # Try it: the training set has 1,199 digits. A loader hands them out in batches of 64.
 
@@ -301,7 +303,8 @@ print("one batch:", tuple(next(iter(loader)).x.shape))
 # front end shows no PNG: open the notebook in JupyterLab.
 
 # %%
-figure, axes = plots.new_figure("ten handwritten digits in a row, one of each class", width=8.0, height=1.2, columns=10)
+alt = "ten handwritten digits in a row, one of each class"
+figure, axes = plots.new_figure(alt, width=8.0, height=1.2, columns=10)
 for label, ax in enumerate(axes[0]):
     first = (digits.train.y == label).nonzero()[0, 0]
     ax.imshow(digits.train.x[first, 0], cmap="gray_r")
@@ -378,14 +381,16 @@ loss_at(w, b).backward()
 lesson.reveal("dL/dw at w = 0, b = 0", w.grad.item())
 
 # %%
-pen = (-8.0, -2.0)  # -2/5 · (6 + 1 + 0 + 3 + 10)  and  -2/5 · 5
-for name, by_pen, by_difference, by_autograd in (("w", pen[0], slope_w, w.grad), ("b", pen[1], slope_b, b.grad)):
-    assert abs(by_difference - by_pen) < 1e-8 and abs(by_autograd - by_pen) < 1e-8  # float64
-    print(f"dL/d{name}   pen {by_pen:.4f}   finite difference {by_difference:.4f}   autograd {by_autograd:.4f}")
+pen_w, pen_b = -8.0, -2.0  # -2/5 · (6 + 1 + 0 + 3 + 10)  and  -2/5 · 5
+rows = {"w": (pen_w, slope_w, w.grad), "b": (pen_b, slope_b, b.grad)}
+for name, (pen, finite, auto) in rows.items():
+    assert abs(finite - pen) < 1e-8 and abs(auto - pen) < 1e-8  # float64
+    print(f"dL/d{name}   pen {pen:.4f}   finite difference {finite:.4f}   autograd {auto:.4f}")
 
 # %% [markdown]
-# Three ways that share no code agree within 1e-8. That is what this workbook calls a checked gradient.
-# [Lesson 02](02_hand_check.ipynb) is about the cases in which they do not agree.
+# Three ways agree within 1e-8. The last two share the forward pass and nothing else, the pen shares no code at all.
+# That is what this workbook calls a checked gradient. [Lesson 02](02_hand_check.ipynb) is about the cases in which they
+# do not agree.
 #
 # The number is a slope. Along w, with b held at 0, the loss is a bowl, and −8 is how steeply it falls at w = 0. The
 # minus sign says: a larger w makes the loss smaller.
@@ -395,10 +400,8 @@ wide, near = torch.linspace(-1, 4, 60).double(), torch.linspace(-1, 1, 60).doubl
 bowl = [loss_at(value, 0.0).item() for value in wide]
 tangent = 9 + w.grad.item() * near
 alt = "a bowl: the loss over w, and its falling tangent at w equal to zero"
-figure = plots.curves(
-    {"loss at b = 0": (wide, bowl), "slope dL/dw at w = 0": (near, tangent)}, alt=alt, x="w", y="mean squared error"
-)
-plots.show(figure)
+series = {"loss at b = 0": (wide, bowl), "slope dL/dw at w = 0": (near, tangent)}
+plots.show(plots.curves(series, alt=alt, x="w", y="mean squared error"))
 
 # %% [markdown]
 # ## The smallest training run
@@ -407,7 +410,8 @@ plots.show(figure)
 # `zero_grad` comes first because `backward` only ever adds to `.grad`.
 #
 # `dx.watch` looks on and changes nothing. `dx.live` draws what it saw while the loop runs; in a stored notebook or
-# without a reader one picture stays. The loop is an ordinary generator: all we ask of it is one `yield` a step.
+# without a reader one picture stays. The loop is an ordinary generator: all we ask of it is one `yield` a step. `await`
+# lets the page redraw between two steps.
 #
 # Both w and b have their target: 2 and 1. Both feel the same learning rate.
 
@@ -448,11 +452,12 @@ lesson.reveal("Which ends nearer to its target, w or b?", nearer)
 # One learning rate, two speeds: how steep the loss is in a direction decides how fast it is walked down.
 #
 # </details>
-#
-# Read the picture. The loss is on a logarithmic axis, so a straight piece means "the same factor each step". It falls
-# steeply while w still has a part in it, and less steeply once only b is left. The lower left panel shows the same by
-# parameter: the gradient of `weight` fades first. The lower right panel shows how far a step moves a tensor, relative
-# to its size, at every tenth step; its grey band is a rule of thumb, no limit.
+
+# %% [markdown]
+# Read the picture. The loss is on a logarithmic axis, so a straight piece means "the same factor each step". At a rate
+# of 0.1 it falls steeply while w still has a part in it, and less steeply once only b is left. Lower left shows the
+# same by parameter: the gradient of `weight` fades first. Lower right shows how far a step moves a tensor, relative to
+# its size, at every tenth step; its grey band is a rule of thumb, no limit.
 #
 # What was seen is a table, one row a step:
 
@@ -466,7 +471,7 @@ watched.steps[["loss", "lr", "grad_norm", "effective_batch"]].head(3).round(2)
 # errors at once.
 
 # %%
-lesson.predict("Which error does backward raise on five losses?", None)
+lesson.predict("Which type of error does backward raise on five losses?", None)
 
 # %%
 squares = (model(x) - y).square()  # (5, 1)
@@ -476,7 +481,7 @@ try:
 except RuntimeError as error:
     raised = type(error).__name__
     print(raised, "-", str(error).splitlines()[0][:70])
-lesson.reveal("Which error does backward raise on five losses?", raised)
+lesson.reveal("Which type of error does backward raise on five losses?", raised)
 
 # %% [markdown]
 # How to read it, in three steps that serve for most torch errors.
@@ -561,8 +566,8 @@ except RuntimeError as error:
 # <tr><td>It does not move</td><td>update</td><td><pre>
 # held = {id(p) for g in optimizer.param_groups for p in g["params"]}
 # [n for n, p in model.named_parameters() if id(p) not in held]
-# </pre>A name here is a weight that the optimizer does not hold. None? Then the learning rate, then the next two
-# rows.</td>
+# </pre>A name here is a weight that the optimizer does not hold. No name? Then the learning rate, then the next
+# two rows.</td>
 # <td>05, 07 <i>planned</i></td></tr>
 # <tr><td>Gradients are None</td><td>forward, backward</td><td><pre>
 # loss.requires_grad
@@ -579,7 +584,7 @@ except RuntimeError as error:
 # <tr><td>I do not trust a gradient</td><td>backward</td><td><pre>
 # u = torch.randn(3, dtype=torch.float64, requires_grad=True)
 # torch.autograd.gradcheck(my_function, (u,))
-# </pre>In float64 only: in float32 right gradients fail too.</td>
+# </pre>In float64 only; the lesson shows why.</td>
 # <td><a href="02_hand_check.ipynb">02</a></td></tr>
 # <tr><td>The loss jumps, or grows</td><td>update</td><td><pre>
 # grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -595,7 +600,8 @@ except RuntimeError as error:
 # model.eval()
 # with torch.no_grad(): print(loss_fn(model(x), y))
 # </pre>On <i>training</i> samples; then back to <code>model.train()</code>. Gap gone: it was dropout, or a training
-# loss averaged over an epoch in which the model still got better. Gap still there: are samples in both sets?</td>
+# loss averaged over an epoch in which the model still got better. Gap still there: is validation easier, smaller, or
+# not augmented?</td>
 # <td><a href="03_baseline_run.ipynb">03</a></td></tr>
 # <tr><td>Accumulation or mixed precision changes the result</td><td>loss, update</td><td><pre>
 # [len(y) for x, y in micro_batches]
@@ -650,22 +656,21 @@ for _ in range(steps):
     optimizer.step()
 
 # %% [markdown]
-# No error, no warning, and the loss did fall. What was learnt?
+# No error, no warning, and at a rate of 0.1 the loss did fall. What was learnt?
 
 # %%
 print("shape of the difference:", tuple((broken(x) - flat).shape))
-print(f"loss {loss.item():.1f}   w {abs(broken.weight.item()):.1f}   b {broken.bias.item():.1f}")  # abs: no -0.0
-points = x.squeeze(1)
+w_size, b_end = abs(broken.weight.item()), broken.bias.item()
+print(f"loss {loss.item():.1f}   |w| {w_size:.1f}   b {b_end:.1f}")
+points, models = x.squeeze(1), {"shapes agree": model, "broadcast": broken}
 with torch.no_grad():
-    series = {name: (points, m(x).squeeze(1)) for name, m in {"shapes agree": model, "broadcast": broken}.items()}
-figure = plots.curves(
-    series, alt="a rising line where the shapes agree, a flat one where they were broadcast", x="x", y="prediction"
-)
-plots.show(figure)
+    series = {name: (points, each(x).squeeze(1)) for name, each in models.items()}
+alt = "a rising line where the shapes agree, a flat one where they were broadcast"
+plots.show(plots.curves(series, alt=alt, x="x", y="prediction"))
 
 # %% [markdown]
 # (5, 1) minus (5,) is (5, 5): each prediction was compared with *all five* targets. The best answer to that is their
-# mean for every x, so w = 0 and b = 1, and the loss that is left is the variance of the targets, 8.
+# mean for every x: w = 0 and b = 1. What is left of the loss then is the variance of the targets, 8.
 #
 # `nn.functional.mse_loss` would have warned here, and only warned. A line such as `assert prediction.shape == y.shape`
 # in front of a loss costs nothing.
@@ -835,7 +840,8 @@ lesson.check("fit", fit)
 # Not so: each step built a graph of its own. A second call on the *same* graph is what raises.
 #
 # </details>
-#
+
+# %% [markdown]
 # **Quiz 2.** The loss is NaN at step 40. What do you do first?
 #
 # <details><summary>a) Lower the learning rate until it goes away</summary>
@@ -855,7 +861,8 @@ lesson.check("fit", fit)
 # Right. The first that is not names the stage; everything after it is a consequence.
 #
 # </details>
-#
+
+# %% [markdown]
 # **Quiz 3.** A finite difference in float32 with h = 1e-6 says −7.63 where autograd says −8. What follows?
 #
 # <details><summary>a) Nothing yet: take the difference again in float64</summary>
@@ -874,7 +881,8 @@ lesson.check("fit", fit)
 # Not so: in float32 the two losses are then the same number, and the difference is 0.
 #
 # </details>
-#
+
+# %% [markdown]
 # **Open task.** How large may the learning rate be? Write down what you expect of w for `lr` = 0.25, 0.5 and 0.6, then
 # run the lesson with each, for example `dxdy run 00_start_here -p lr=0.5`. Each run is kept under `runs/` with the
 # results below, also the one that goes wrong. Explain one of the three with the factor 1 − 4·lr.

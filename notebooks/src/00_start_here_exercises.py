@@ -75,35 +75,34 @@ def still(x, y, lr, steps):
 EXERCISES = (
     Exercise(
         "chain_rule",
-        12.0,
+        30.0,
         asks="the outer derivative, taken at the inner value, times the inner derivative",
         mistakes=(
-            Mistake(4.0, "one factor of the chain is missing: how fast does the inside, 3x - 1, change with x?"),
-            Mistake(6.0, "the outer derivative is taken at the wrong place: what is the value of the inside at x = 1?"),
+            Mistake(10.0, "one factor of the chain is missing: how fast does the inside, 3x - 1, change with x?"),
+            Mistake(
+                12.0, "the outer derivative is taken at the wrong place: what is the value of the inside at x = 2?"
+            ),
         ),
     ),
     Exercise(
         "broadcast",
-        (4, 3),
-        asks="shapes are lined up at their last dimension, and a dimension of size 1 is repeated",
+        (5, 4, 3),
+        asks="shapes are lined up at their last dimension; a dimension of size 1, or a missing one, is repeated",
         mistakes=(
-            Mistake(
-                (4, 1),
-                "all three entries of the second tensor must survive. Which dimension of the first is repeated?",
-            ),
-            Mistake((3, 4), "the dimensions are lined up from the right. Which of the two shapes owns the last one?"),
-            Mistake((4, 4), "the last dimension pairs a 1 with a 3. Which of the two sizes wins?"),
+            Mistake((4, 3), "a dimension that only one of the shapes has must survive. Which one is it?"),
+            Mistake((5, 1, 3), "all four rows of the second tensor must survive. What stands above them?"),
+            Mistake((5, 4, 1), "the last dimension pairs a 3 with a 1. Which of the two sizes wins?"),
         ),
     ),
     Exercise(
         "sgd_step",
-        0.6,
+        2.3,
         asks="the old weight, and a step against the gradient whose length is lr times the gradient",
         mistakes=(
-            Mistake(1.4, "this step goes uphill: the gradient points to where the loss grows."),
-            Mistake(-3.0, "the step is as long as the gradient itself. Which factor shortens it?"),
-            Mistake(-0.4, "this is the change alone. What does it change?"),
-            Mistake(0.9, "the length of the step does not depend on the gradient. Which factor is missing?"),
+            Mistake(1.7, "this step goes uphill: a gradient points to where the loss grows."),
+            Mistake(5.0, "the step is as long as the gradient itself. Which factor shortens it?"),
+            Mistake(0.3, "this is the change alone. What does it change?"),
+            Mistake(2.1, "the length of the step does not depend on the gradient. Which factor is missing?"),
         ),
     ),
     Exercise(

@@ -4,19 +4,22 @@
 # **Question.** How do I prove that a gradient is right? $(x-3)^2$ by hand, by finite difference, by autograd.
 #
 # **You will**
-# - compute one gradient in three independent ways, and say how closely they must agree
+# - compute one gradient in three ways, and say how closely they must agree
 # - choose the step of a finite difference, and name what spoils it when it is too large or too small
-# - run `torch.autograd.gradcheck`, and explain why it rejects a right gradient in float32
+# - run `torch.autograd.gradcheck`, and give it the dtype that it needs
 # - tell the faults that torch reports from the one that only a check finds
 # - write a minimal sample that another person can judge
 #
-# **Know before.** Lesson 01 (what autograd records, leaves, `.grad`); the derivative of a square and of a cube.
+# **Know before.** What autograd records, leaves, `.grad` (lesson 01, planned; the recall says what is needed here); the
+# derivative of a square and of a cube.
 #
 # **Minutes.** 45
 #
 # **Last verified.** torch 2.13.0, CPU.
 #
 # data → forward → loss → **backward** → update → comm
+#
+# Begin with *Edit → Clear Outputs of All Cells*: the stored outputs give the predictions away.
 
 # %% [markdown]
 # ## Recall
@@ -87,7 +90,7 @@ def centred(f, x, h):
 
 
 x = torch.tensor(x0, dtype=torch.float64)
-h = 1e-4 * max(1.0, abs(x0))  # in proportion to x; the V below says why
+h = 1e-4 * max(1.0, abs(x0))  # in proportion to x; the rule below says why
 finite = centred(parabola, x, h)  # 2. by finite difference: two forward passes, no graph
 
 # %%
@@ -109,7 +112,8 @@ print(f"pen {pen:.6f}   finite difference {finite.item():.6f}   autograd {x.grad
 
 # %% [markdown]
 # Each way has its own weakness. The pen slips, the finite difference rounds, and autograd differentiates *the code that
-# ran*, which need not be the function you meant. Where all three agree, a common error is hard to imagine.
+# ran*. So does the finite difference: only the pen knows the function you meant. Where all three agree, a common error
+# is hard to imagine.
 #
 # ### The check that accuses an innocent
 #
@@ -156,11 +160,11 @@ lesson.reveal("error of the one-sided difference of (x-3)² with h = 0.1", round
 # By pen: with $d=x-3$ the one-sided difference is $\frac{(d+h)^2-d^2}{h}=2d+h$. Its error is exactly $h$, wherever $x$
 # is. The centred one is $\frac{(d+h)^2-(d-h)^2}{2h}=2d$: no error at all.
 #
-# In the picture the dotted secant is parallel to the tangent, the dashed one is too steep.
+# In the picture the dotted secant is parallel to the tangent, the dashed one has too large a slope.
 
 # %%
 near = torch.linspace(x0 - 2.2, x0 + 2.2, 50, dtype=torch.float64)
-alt = "a parabola and its tangent: a one-sided secant is too steep, a centred secant is parallel to the tangent"
+alt = "a parabola and its tangent: the centred secant is parallel to it, the one-sided is not"
 figure, axes = plots.new_figure(alt, width=7.0, height=3.6)
 ax = axes[0, 0]
 ax.plot(near, parabola(near), label="(x-3)²")
@@ -177,7 +181,7 @@ plots.show(figure)
 # $$\frac{(d+h)^3-(d-h)^3}{2h}=3d^2+h^2$$
 #
 # That is the general rule: the one-sided error falls like $h$, the centred error like $h^2$ (here $\frac{h^2}{6}f'''$
-# with $f'''=6$). This part of the error is called **truncation**: it is what Taylor's series was cut off at.
+# with $f'''=6$). This part of the error is called **truncation**: it is the part of Taylor's series that was cut off.
 
 
 # %%
@@ -235,15 +239,14 @@ curves = {
 }
 
 # %%
-alt = "error against step size: a V for the cube in both dtypes, only the round-off branch for the parabola"
-figure = plots.curves({n: (fine, e) for n, e in curves.items()}, alt=alt, x="h", y="|error|", log_x=True, log_y=True)
+alt = "error against step: a V for the cube in both dtypes, only the round-off branch for the parabola"
+series = {name: (fine, error) for name, error in curves.items()}
+figure = plots.curves(series, alt=alt, x="h", y="|error|", log_x=True, log_y=True)
 ax = figure.axes[0]
 ax.autoscale(False)
-ax.set_yscale("log", nonpositive="mask")  # an error of exactly zero has no place on a log axis: a gap
 ax.plot(fine, fine**2, "k--", linewidth=0.8, label="truncation: h²")
-for dtype in (torch.float64, torch.float32):
-    roundoff = torch.finfo(dtype).eps * cube(x).abs() / fine
-    ax.plot(fine, roundoff, "k:", linewidth=0.8, label="round-off: eps·|y|/h" if dtype == torch.float64 else None)
+for dtype, label in ((torch.float64, "round-off: eps·|y|/h"), (torch.float32, None)):
+    ax.plot(fine, torch.finfo(dtype).eps * cube(x).abs() / fine, "k:", linewidth=0.8, label=label)
 ax.legend(frameon=False, fontsize=7)
 plots.show(figure)
 
@@ -258,8 +261,8 @@ plots.show(figure)
 #   whole gradient.
 #
 # The sum $h^2+\mathrm{eps}\cdot|y|/h$ is smallest where $h^3=\mathrm{eps}\cdot|y|/2$. Hence the rule
-# $h\approx\mathrm{eps}^{1/3}$, scaled by the size of $x$, and the best error is of the order $\mathrm{eps}^{2/3}$.
-# Luck apart, no step makes a centred difference more exact than that.
+# $h\approx\mathrm{eps}^{1/3}$, scaled by the size of $x$, with which the rounding of $x\pm h$ grows. The best error is
+# of the order $\mathrm{eps}^{2/3}$. Luck and parabolas apart, no step makes a centred difference more exact than that.
 
 
 # %%
@@ -364,7 +367,7 @@ except RuntimeError as error:
 # **Break 3: the same edit through `.data`.**
 
 # %%
-lesson.predict("x.grad after the edit through .data (a number, or the name of the error)", None)
+lesson.predict("x.grad after the edit through .data (a number or an error's name)", None)
 
 
 # %%
@@ -379,7 +382,7 @@ def edited(x):
 x = torch.tensor(x0, dtype=torch.float32, requires_grad=True)
 edited(x).backward()
 edited_gradient = x.grad.item()
-lesson.reveal("x.grad after the edit through .data (a number, or the name of the error)", edited_gradient)
+lesson.reveal("x.grad after the edit through .data (a number or an error's name)", edited_gradient)
 
 # %% [markdown]
 # No error, no warning, and ten times the gradient. `.data` bypasses the version counter, so there is nothing to
@@ -445,15 +448,16 @@ print("accused by the finite difference:", sorted(accused))
 lesson.reveal("does the loss fall with the wrong gradient: yes or no", "yes" if falls else "no")
 
 # %% [markdown]
-# The loss falls, and `wrong` arrives first: a gradient ten times too large acts like ten times the learning rate. Its
-# row in the heat map starts brighter and goes dark sooner. No panel says that a gradient is wrong.
-# **A falling loss proves nothing about a gradient.** The finite difference accuses `wrong`, and never `right`.
+# At lr = 0.02 the loss falls, and `wrong` arrives first: a gradient ten times too large acts like ten times the
+# learning rate. (From lr = 0.1 on, `wrong` never arrives.) Its row in the heat map starts brighter and goes dark
+# sooner. No panel says that a gradient is wrong. **A falling loss proves nothing about a gradient.** The finite
+# difference accuses `wrong`, and never `right`.
 #
 # Each step also multiplies the distance of `right` to 3 by $1-2\,\mathrm{lr}$, because its gradient is $2(x-3)$. That
 # is a hand check of the whole run:
 
 # %%
-by_pen = 3 + (x0 - 3) * (1 - 2 * lr) ** steps
+by_pen = 3 + (x0 - 3) * (1 - 2 * lr) ** len(w.steps)  # fewer than `steps` where Stop was pressed
 assert abs(model.right.item() - by_pen) <= 1e-9 * max(1.0, abs(by_pen), abs(x0))
 print("the end point of the run is the one computed by pen")
 
@@ -466,7 +470,8 @@ print("the end point of the run is the one computed by pen")
 # %% tags=["nbval-ignore-output"]
 import platform
 
-print("python", platform.python_version(), "| torch", torch.__version__, "| device cpu")
+device = torch.get_default_device()
+print("python", platform.python_version(), "| torch", torch.__version__, "| device", device)
 
 
 # %%
@@ -494,8 +499,8 @@ for name, (tensor, means) in meaning.items():
     print(f"{name:<12} shape {tuple(tensor.shape)!s:<5} {tensor.dtype}   {means}")
 
 # %% [markdown]
-# "What the output means" is the line that is missing most often. Take the sum instead of the mean as the aggregate. By
-# what factor does the gradient change?
+# The last column, what a tensor *means*, is the one that no shape and no dtype can tell. Take the sum instead of the
+# mean as the aggregate. By what factor does the gradient change?
 
 # %%
 lesson.predict("gradient of losses.sum() over gradient of losses.mean()", None)
@@ -557,11 +562,13 @@ class Square(torch.autograd.Function):
 # %%
 def passes(factor, rtol):
     a = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    return torch.autograd.gradcheck(lambda a: Square.apply(a, factor), (a,), rtol=rtol, raise_exception=False)
+    check = torch.autograd.gradcheck
+    return check(lambda a: Square.apply(a, factor), (a,), rtol=rtol, raise_exception=False)
 
 
 for factor in (2.0, 1.0, 2.0004):
-    print(f"factor {factor:.4f}: passes with rtol=1e-3 {passes(factor, 1e-3)}, with rtol=1e-6 {passes(factor, 1e-6)}")
+    usual, strict = passes(factor, 1e-3), passes(factor, 1e-6)
+    print(f"factor {factor:.4f}: passes with rtol=1e-3 {usual}, with rtol=1e-6 {strict}")
 
 # %% [markdown]
 # The default `rtol` of 1e-3 lets an error of two parts in ten thousand pass. In float64 you can ask for more.
@@ -623,6 +630,7 @@ def slope(x, h):
     return (ahead - behind) / (2 * h)  # rise over run: the two are 2h apart
 
 
+print("at x = 5, h = 0.1:", round(slope(5.0, 0.1), 6))
 lesson.check("slope", slope)
 
 # %% [markdown]
@@ -690,7 +698,7 @@ lesson.check("relative_error", relative_error)
 # | F | `optimizer.step()` |
 
 # %%
-order = [...]
+order = ...  # a list of six letters, ["…", "…", …]
 lesson.check("order", order)
 
 # %% [markdown]
@@ -702,7 +710,7 @@ lesson.check("order", order)
 #
 # <details><summary>Hint 2</summary>
 #
-# Two lines change something that others read: one changes `.grad` and one changes `x`. Place these first.
+# `backward` adds to `.grad`, and `step` moves `x`. What must have happened before each of the two?
 #
 # </details>
 #
@@ -711,6 +719,8 @@ lesson.check("order", order)
 # ```python
 # order = ["A", "B", "C", "D", "E", "F"]
 # ```
+#
+# `A` may stand anywhere before `C`, and `D` anywhere before `E`.
 #
 # </details>
 
@@ -779,7 +789,8 @@ lesson.check("numeric_gradient", numeric_gradient)
 # Not so: backward has no step, and its rounding is of the order of eps. Look at a larger h before you accuse it.
 #
 # </details>
-#
+
+# %% [markdown]
 # **Quiz 2.** `gradcheck` fails on your float32 model, numerical 3.8147 against analytical 4.0. What next?
 #
 # <details><summary>a) Raise rtol until it passes</summary>
@@ -799,10 +810,11 @@ lesson.check("numeric_gradient", numeric_gradient)
 # Right. The step 1e-6 suits float64. If it fails there too, suspect the gradient (or a kink at that very point).
 #
 # </details>
-#
+
+# %% [markdown]
 # **Quiz 3.** Training runs without an error, the loss falls, and one gradient is ten times too large. What finds it?
 #
-# <details><summary>a) `torch.autograd.set_detect_anomaly(True)`</summary>
+# <details><summary>a) <code>torch.autograd.set_detect_anomaly(True)</code></summary>
 #
 # Not so: it looks for NaN in backward, and points to the forward line of an error. Ten times too large is neither.
 #
@@ -819,16 +831,17 @@ lesson.check("numeric_gradient", numeric_gradient)
 # Not so: it compares versions, and an edit through `.data` leaves them equal. It sees edits, not values.
 #
 # </details>
-#
+
+# %% [markdown]
 # **Open task.** Go far out. The lesson takes the place as a parameter:
 #
 # ```
 # dxdy run 02_hand_check -p x0=1000.0
 # ```
 #
-# Before you run it, write down two powers of ten: the best step for the cube there, in float64 and in float32. The run
-# is recorded under `runs/`, with its notebook and its results. Compare the V with yours, and say in one sentence which
-# of the two branches has moved, and why.
+# Before you run it, write down two powers of ten: the best step for the cube there, in float64 and in float32. (The V
+# ends at h = 1. Is that far enough?) The run is recorded under `runs/`, with its notebook and its results. Compare its
+# V with this one, and say in one sentence which of the two branches has moved, and why.
 
 # %%
 lesson.score()

@@ -82,6 +82,11 @@ def _error_over_h(f, x, h):
     return float((numeric - exact).abs() / torch.maximum(numeric.abs(), exact.abs()))
 
 
+def _error_times_h(f, x, h):
+    numeric, exact = (f(x + h) - f(x - h)) / 2 * h, _autograd(f, x)
+    return float((numeric - exact).abs() / torch.maximum(numeric.abs(), exact.abs()))
+
+
 def _squares(v):
     return ((v - 3) ** 2).sum()
 
@@ -106,6 +111,14 @@ def _gradient_one_sided(f, x, h):
 
 def _gradient_over_h(f, x, h):
     return 2 * _numeric_gradient(f, x, h)
+
+
+def _gradient_times_h(f, x, h):
+    return h**2 * _numeric_gradient(f, x, h)
+
+
+def _gradient_of_one_tensor(f, x, h):
+    return torch.zeros_like(x)  # `ahead = x; ahead[i] += h; behind = x; behind[i] -= h`: both are x
 
 
 def _gradient_all_at_once(f, x, h):
@@ -174,6 +187,7 @@ EXERCISES = (
             ),
             Mistake(_error_one_sided, "the numeric gradient has an error of the order of h. Which point is missing?"),
             Mistake(_error_over_h, "the numeric gradient is twice too large. How long is the run from x-h to x+h?"),
+            Mistake(_error_times_h, "the numeric gradient shrinks with h. In which order is `a / 2 * h` computed?"),
         ),
     ),
     Exercise(
@@ -187,6 +201,11 @@ EXERCISES = (
         mistakes=(
             Mistake(_gradient_one_sided, "each entry has an error of the order of h. Does it step to both sides?"),
             Mistake(_gradient_over_h, "every entry is twice too large. How long is the run of a centred difference?"),
+            Mistake(_gradient_times_h, "every entry shrinks with h. In which order is `a / 2 * h` computed?"),
+            Mistake(
+                _gradient_of_one_tensor,
+                "every entry is zero: the two points are one. Does `a = x` make a second tensor, or a second name?",
+            ),
             Mistake(
                 _gradient_all_at_once,
                 "all entries are alike: x moved as a whole, which sums the slopes. How is one entry moved alone?",

@@ -27,6 +27,14 @@ def sizes_absolute(grad, before, after):
     return float(grad.abs().mean()), sizes(grad, before, after)[1]
 
 
+def sizes_mean_square(grad, before, after):
+    return float(grad.square().mean()), sizes(grad, before, after)[1]
+
+
+def sizes_norm_per_element(grad, before, after):
+    return float(grad.norm() / grad.numel()), sizes(grad, before, after)[1]
+
+
 def sizes_over_after(grad, before, after):
     return sizes(grad, before, after)[0], float((after - before).norm() / after.norm())
 
@@ -60,6 +68,19 @@ def regime_nan_passes(grad, before, after):
     if rms > 1 or ratio > 0.1:
         return "exploding"
     return "too small" if rms < 1e-4 or ratio < 1e-4 else "fine"
+
+
+def regime_nan_weight_passes(grad, before, after):
+    if grad is None or not bool(grad.isfinite().all()):
+        return regime(grad, before, after)
+    rms, ratio = sizes(grad, before, after)
+    return judge(rms, 0.01 if math.isnan(ratio) else ratio)
+
+
+def regime_small_if_both(grad, before, after):
+    found = regime(grad, before, after)
+    rms, ratio = (1.0, 1.0) if grad is None else sizes(grad, before, after)
+    return "fine" if found == "too small" and not (rms < 1e-4 and ratio < 1e-4) else found
 
 
 def regime_by_norm(grad, before, after):
@@ -113,6 +134,10 @@ EXERCISES = (
                 "the size of a constant gradient comes out as zero: the mean was subtracted. Measure from zero.",
             ),
             Mistake(sizes_absolute, "that is the mean of the absolute values. Which power stands under the root?"),
+            Mistake(sizes_mean_square, "ten times the gradient gives a hundred times the size. Which step is missing?"),
+            Mistake(
+                sizes_norm_per_element, "the size now shrinks with the number of elements. What stands under the root?"
+            ),
             Mistake(sizes_over_after, "the ratio compares with the wrong weights. From where did the step start?"),
             Mistake(
                 sizes_change_of_length,
@@ -139,6 +164,7 @@ EXERCISES = (
             step(1000 * GRADIENT, 1e-9),
             step(torch.tensor([NAN, 0.0, 0.0, 0.0]), 0.05),
             step(torch.tensor([INF, 0.0, 0.0, 0.0]), 0.05),
+            (GRADIENT, torch.ones(4), torch.tensor([NAN, 1.0, 1.0, 1.0])),
             step(torch.tensor([0.02, -0.02, 0.02, -0.02]), 0.05),
             (torch.full((400, 100), 0.02), torch.ones(400, 100), torch.full((400, 100), 0.999)),
             (torch.full((100, 100), 1e-6), torch.full((100, 100), 1e-4), torch.full((100, 100), 1.01e-4)),
@@ -151,6 +177,14 @@ EXERCISES = (
             Mistake(
                 regime_nan_passes,
                 "a gradient with nan came through. Every comparison with nan is False; what is asked before it?",
+            ),
+            Mistake(
+                regime_nan_weight_passes,
+                "a step that left nan in a weight came through. Which of the two numbers tells of the weights?",
+            ),
+            Mistake(
+                regime_small_if_both,
+                "a tiny gradient that moves its weights, or a usual one that does not, was called fine: and, or or?",
             ),
             Mistake(
                 regime_by_norm,
@@ -186,7 +220,6 @@ EXERCISES = (
             ("C", "B", "the forward pass that trains runs in evaluation mode. Which line switches dropout off?"),
             ("B", "G", "the validation runs in training mode. Does no_grad switch dropout off?"),
             ("D", "G", "the validation looks at the weights before the step. Which line changes them?"),
-            ("D", "B", "the mode changes in the middle of the step. Finish the step first, then look."),
         ),
     ),
 )
