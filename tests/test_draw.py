@@ -420,7 +420,7 @@ def test_a_step_shows_only_what_is_known(square):
 def test_without_a_reader_the_slider_is_the_folded_steps(square, monkeypatch):
     from dxdy_nb.lesson import live
 
-    monkeypatch.setattr(live, "attended", lambda: False)
+    monkeypatch.setattr(live, "in_live_notebook", lambda: False)
     shown = square.steps()
     assert shown.slider() is shown
 
@@ -428,7 +428,7 @@ def test_without_a_reader_the_slider_is_the_folded_steps(square, monkeypatch):
 def test_the_slider_moves_through_the_steps(square, monkeypatch):
     from dxdy_nb.lesson import live
 
-    monkeypatch.setattr(live, "attended", lambda: True)
+    monkeypatch.setattr(live, "in_live_notebook", lambda: True)
     shown = square.steps()
     choose, page = shown.slider().children
     assert page.value == shown.page(0)

@@ -170,7 +170,7 @@ class Steps:
         """Return a slider over the steps in a live notebook; where nobody can move one, the folded steps."""
         from dxdy_nb.lesson import live
 
-        if not live.attended():
+        if not live.in_live_notebook():
             return self
         import ipywidgets
 
