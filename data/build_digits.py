@@ -47,5 +47,7 @@ if __name__ == "__main__":
     labels = digits.target.astype(np.uint8)
     write_npz(HERE / "digits.npz", {"images": digits.images.astype(np.uint8), "labels": labels, **split(labels)})
     digest = hashlib.sha256((HERE / "digits.npz").read_bytes()).hexdigest()
-    (HERE / "SHA256SUMS").write_text(f"{digest}  digits.npz\n")
+    sums = (HERE / "SHA256SUMS").read_text().splitlines()  # the lines of other files are kept
+    others = [line for line in sums if not line.endswith("  digits.npz")]
+    (HERE / "SHA256SUMS").write_text("\n".join([f"{digest}  digits.npz", *others]) + "\n")
     print(f"digits.npz: {(HERE / 'digits.npz').stat().st_size} bytes, sha256 {digest}")

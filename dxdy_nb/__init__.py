@@ -8,6 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dxdy_nb.autograd.graph import graph as graph
+    from dxdy_nb.autograd.record import record as record
     from dxdy_nb.config import RunConfig as RunConfig
     from dxdy_nb.errors import DxdyError as DxdyError
     from dxdy_nb.lesson.live import live as live
@@ -20,7 +22,9 @@ _HOMES = {
     "DxdyError": "errors",
     "Run": "runs.record",
     "RunConfig": "config",
+    "graph": "autograd.graph",
     "live": "lesson.live",
+    "record": "autograd.record",
     "result": "runs.record",
     "train": "training.loop",
     "watch": "observe.observer",

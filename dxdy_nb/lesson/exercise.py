@@ -284,7 +284,10 @@ def _holds_dots(value: Any) -> bool:
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Return a function's result, or the exception: the reader's mistake must not end the lesson."""
-    fresh = copy.deepcopy(arguments)  # what one function changes in place, the next one must not see
+    try:
+        fresh = copy.deepcopy(arguments)  # what one function changes in place, the next one must not see
+    except TypeError:  # what cannot be copied, like a node of a graph, cannot be changed either
+        fresh = arguments
     try:
         return function(*fresh)
     except (Exception, SystemExit) as error:

@@ -514,13 +514,13 @@ except RuntimeError as error:
 # <tr><td>00</td><td><a href="00_start_here.ipynb">00_start_here</a></td>
 # <td>Does my environment work, what should I know before, and which lesson answers which symptom?</td>
 # <td>core</td></tr>
-# <tr><td>01</td><td>01_autograd_graph · <i>planned</i></td>
+# <tr><td>01</td><td><a href="01_autograd_graph.ipynb">01_autograd_graph</a></td>
 # <td>What does PyTorch record in the forward pass, and how does a gradient travel back?</td><td>core</td></tr>
 # <tr><td>02</td><td><a href="02_hand_check.ipynb">02_hand_check</a></td>
 # <td>How do I prove that a gradient is right? By hand, by finite difference, by autograd</td><td>core</td></tr>
 # <tr><td>03</td><td><a href="03_baseline_run.ipynb">03_baseline_run</a></td>
 # <td>What is a trustworthy baseline? One device, fp32, real data, every step logged</td><td>core</td></tr>
-# <tr><td>04</td><td>04_gradients_of_gradients · <i>planned</i></td>
+# <tr><td>04</td><td><a href="04_gradients_of_gradients.ipynb">04_gradients_of_gradients</a></td>
 # <td>When is <code>create_graph</code> needed, and when not?</td><td>further</td></tr>
 # <tr><td>05</td><td>05_optimizer_tuning · <i>planned</i></td>
 # <td>How do I choose initialisation, optimizer, learning rate and schedule by experiment?</td><td>core</td></tr>
@@ -540,7 +540,7 @@ except RuntimeError as error:
 # </table>
 #
 # **You are learning.** In order: 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08 → 10 → 11; 04 and 09 when you need them. Today
-# that is 00 → 02 → 03.
+# that is 00 → 01 → 02 → 03, and 04.
 #
 # **You are an engineer with a run in trouble.** The table below, its probe, then the lesson that it names. If the
 # gradient itself is under suspicion, 02; if you have no run to compare with, 03. Later 07.
@@ -574,13 +574,13 @@ except RuntimeError as error:
 # [n for n, p in model.named_parameters() if p.grad is None]
 # </pre>Between these parameters and the loss the graph is cut, or they were not used. Look for <code>.item()</code>,
 # <code>.detach()</code>, <code>.numpy()</code>, <code>torch.tensor(…)</code>.</td>
-# <td>01 <i>planned</i></td></tr>
+# <td><a href="01_autograd_graph.ipynb">01</a></td></tr>
 # <tr><td>Gradients are zero</td><td>forward, backward</td><td><pre>
 # grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 # {n: (g != 0).float().mean().item() for n, g in grads.items()}
 # </pre>The share that is not zero. 0 in a layer and all before it: that layer lets nothing through, a dead ReLU for
 # example.</td>
-# <td>01, 07 <i>planned</i></td></tr>
+# <td><a href="01_autograd_graph.ipynb">01</a>, 07 <i>planned</i></td></tr>
 # <tr><td>I do not trust a gradient</td><td>backward</td><td><pre>
 # u = torch.randn(3, dtype=torch.float64, requires_grad=True)
 # torch.autograd.gradcheck(my_function, (u,))

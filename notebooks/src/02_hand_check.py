@@ -10,7 +10,7 @@
 # - tell the faults that torch reports from the one that only a check finds
 # - write a minimal sample that another person can judge
 #
-# **Know before.** What autograd records, leaves, `.grad` (lesson 01, planned; the recall says what is needed here); the
+# **Know before.** What autograd records, leaves, `.grad` (lesson 01); the
 # derivative of a square and of a cube.
 #
 # **Minutes.** 45

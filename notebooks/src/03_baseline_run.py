@@ -10,7 +10,7 @@
 # - tell none, too small, fine and exploding gradients apart by RMS and update ratio
 # - record a baseline, and test whether it can be repeated bit for bit
 #
-# **Know before.** What backward does (01, planned), how to prove a gradient (02), SGD: weight minus rate times
+# **Know before.** What backward does (01), how to prove a gradient (02), SGD: weight minus rate times
 # gradient.
 #
 # **Minutes.** 45
