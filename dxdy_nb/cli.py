@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
 
     lab = _command(commands, "lab", _lab, "open the workbook in JupyterLab", "dxdy lab --no-browser")
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
-    lab.add_argument("--port", type=int, default=8888, help="the first port to try (default %(default)s)")
+    lab.add_argument("--port", type=_port, default=8888, help="the first port to try (default %(default)s)")
 
     run = _command(
         commands,
@@ -55,6 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--out", type=Path, help="the run's folder (default runs/<id>/ under the current directory)")
     run.add_argument("--json", action="store_true", help="print the results as JSON")
     return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 65535, got {text!r}")
+    return int(text)
 
 
 def _command(commands: Any, name: str, function: Any, help_text: str, example: str) -> argparse.ArgumentParser:

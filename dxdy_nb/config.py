@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import numbers
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,9 +147,13 @@ class RunConfig:
     def save(self, path: str | Path) -> None:
         """Write the configuration and its fingerprint as YAML that ``load`` reads back equal."""
         text = yaml.safe_dump({**self.to_dict(), "fingerprint": self.fingerprint}, sort_keys=False)
-        try:
-            Path(path).write_text(text)
+        target = Path(path)
+        temporary = target.parent / f".{target.name}.{os.getpid()}"
+        try:  # a reader sees nothing or all of it, and a full disk leaves what was there
+            temporary.write_text(text)
+            os.replace(temporary, target)
         except OSError as error:
+            temporary.unlink(missing_ok=True)
             raise DxdyError(f"{path}: cannot be written ({error.strerror}). Give a path that can be.") from None
 
     def override(self, changes: Mapping[str, Any]) -> "RunConfig":

@@ -159,3 +159,11 @@ def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture) 
         cli.main([*command, "--help"])
     assert stopped.value.code == 0
     assert not command or f"example: dxdy {command[0]}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("port", ["65536", "-1", "abc", "8888.0", ""])
+def test_a_port_that_is_none_is_bad_input(port: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["lab", f"--port={port}"])
+    assert stopped.value.code == 2
+    assert f"argument --port: expected a number from 0 to 65535, got {port!r}" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Every field of a configuration changes the run; whatever is wrong with one is said at once and by name."""
 
 import dataclasses
+import resource
 from enum import StrEnum
 from types import SimpleNamespace
 
@@ -244,6 +245,19 @@ def test_what_no_field_holds_is_refused(value):
 def test_a_configuration_that_cannot_be_written_is_told_with_its_path(here, path):
     with says(f"^{path}: cannot be written"):
         dx.RunConfig().save(path)
+
+
+def test_a_full_disk_leaves_the_configuration_that_was_there(here):
+    dx.RunConfig(lr=0.1).save("config.yaml")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with says("^config.yaml: cannot be written"):
+            dx.RunConfig(lr=0.2).save("config.yaml")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert dx.RunConfig.load("config.yaml").lr == 0.1
+    assert [path.name for path in here.iterdir()] == ["config.yaml"]
 
 
 def test_override_takes_texts_and_leaves_the_rest_alone():

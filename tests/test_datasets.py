@@ -44,6 +44,24 @@ def test_a_missing_file_is_named_with_how_to_restore_it(copied):
         datasets.load("digits")
 
 
+@pytest.mark.parametrize(
+    ("content", "told"), [(None, "cannot be read"), ("", "damaged"), ("x\n", "damaged"), (b"\xff", "damaged")]
+)
+def test_a_list_of_checksums_that_is_none_is_named(copied, content, told):
+    (copied / "SHA256SUMS").unlink()
+    if content is not None:
+        (copied / "SHA256SUMS").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DxdyError, match=rf"^{copied}/SHA256SUMS: {told}.*git checkout -- data/SHA256SUMS"):
+        datasets.load("digits")
+
+
+def test_a_folder_in_place_of_the_data_is_named(copied):
+    (copied / "digits.npz").unlink()
+    (copied / "digits.npz").mkdir()
+    with pytest.raises(DxdyError, match=rf"^{copied}/digits.npz: cannot be read.*git checkout -- data/digits.npz"):
+        datasets.load("digits")
+
+
 def test_the_copy_that_is_whole_is_read(copied):
     assert torch.equal(datasets.load("digits").test.ids, datasets.digits().test.ids)
 

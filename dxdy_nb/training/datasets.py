@@ -95,16 +95,31 @@ def digits() -> Splits:
 
 
 def verified(path: Path) -> Path:
-    """Return the path of a data file after comparing its sha256 with ``SHA256SUMS`` beside it."""
-    lines = (path.parent / "SHA256SUMS").read_text().splitlines()
-    sums = {name: digest for digest, name in (line.split() for line in lines)}
-    if not path.exists():
-        raise DxdyError(f"{path}: missing. Restore it with: git checkout -- {path.parent.name}/{path.name}")
-    seen = hashlib.sha256(path.read_bytes()).hexdigest()
-    if seen != sums[path.name]:
+    """Return the path of a data file after comparing its sha256 with ``SHA256SUMS`` beside it.
+
+    Raises
+    ------
+    DxdyError
+        One of the two is missing or damaged.
+    """
+    known = path.with_name("SHA256SUMS")
+    restore = f"Restore it with: git checkout -- {path.parent.name}"
+    try:
+        sums = {name: digest for digest, name in (line.split() for line in known.read_text().splitlines())}
+        expected = sums[path.name]
+    except OSError as error:
+        raise DxdyError(f"{known}: cannot be read ({error.strerror}). {restore}/{known.name}") from None
+    except (ValueError, KeyError):
+        raise DxdyError(f"{known}: damaged, it holds no sha256 of {path.name}. {restore}/{known.name}") from None
+    try:
+        seen = hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise DxdyError(f"{path}: missing. {restore}/{path.name}") from None
+    except OSError as error:
+        raise DxdyError(f"{path}: cannot be read ({error.strerror}). {restore}/{path.name}") from None
+    if seen != expected:
         raise DxdyError(
-            f"{path}: damaged. Its sha256 is {seen[:12]}…, SHA256SUMS says {sums[path.name][:12]}…. "
-            f"Restore it with: git checkout -- {path.parent.name}/{path.name}"
+            f"{path}: damaged. Its sha256 is {seen[:12]}…, SHA256SUMS says {expected[:12]}…. {restore}/{path.name}"
         )
     return path
 
