@@ -587,6 +587,7 @@ LINEAR = nn.Linear(2, 1)
         (LINEAR, LINEAR.parameters, "expected a torch.optim.Optimizer as optimizer, got method"),
         (nn.ReLU(), torch.optim.SGD(LINEAR.parameters()), "the model has no parameters"),
         (nn.LazyLinear(1), torch.optim.SGD(LINEAR.parameters()), "the model has weights without a shape"),
+        (nn.Linear(2, 1, device="meta"), torch.optim.SGD(LINEAR.parameters()), "the model is on the device 'meta'"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(model, optimizer, text):
@@ -604,6 +605,84 @@ def test_a_watch_is_for_one_loop(watched):
 def test_tables_before_anything_was_watched_are_refused(watched):
     with pytest.raises(dx.DxdyError, match="nothing was observed yet"):
         _ = dx.watch(*watched).steps
+
+
+def test_the_loss_of_another_model_is_not_this_ones(watched):
+    model, optimizer = watched
+    other = small_model()
+    with dx.watch(model, optimizer) as w, dx.watch(other, torch.optim.SGD(other.parameters(), lr=0.1)) as beside:
+        optimizer.zero_grad()
+        (1000 * loss_of(other)).backward()
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        loss_of(other).backward()
+    assert w.steps["loss"].tolist() == [loss.item()]
+    assert beside.steps["effective_batch"].tolist() == [128]
+
+
+def test_a_loss_that_does_not_reach_the_model_is_still_its_loss(watched):
+    model, optimizer = watched
+    head = nn.Linear(3, 3)
+    with dx.watch(model, optimizer) as w:
+        loss = nn.functional.cross_entropy(head(model(X).detach()), Y)
+        loss.backward()
+        optimizer.step()
+        nn.functional.cross_entropy(head(model(X).detach()), Y).backward()
+    assert w.steps["loss"][0] == loss.item()
+    assert w.steps["skipped"].tolist() == [False, True]
+    assert w.gradients["norm"].isna().all()
+
+
+def test_losses_of_one_backward_are_added_up(watched):
+    model, optimizer = watched
+    with dx.watch(model, optimizer) as w:
+        losses = [loss_of(model), loss_of(model, X[:8], Y[:8])]
+        torch.autograd.backward(losses)
+        optimizer.step()
+    assert w.steps["loss"][0] == pytest.approx(sum(loss.item() for loss in losses))
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_watches_may_end_in_another_order_than_they_began(first):
+    parts = [(model := small_model(), torch.optim.SGD(model.parameters(), lr=0.1)) for _ in range(3)]
+
+    def steps(model, optimizer):
+        with dx.watch(model, optimizer) as w:
+            while True:
+                train_step(model, optimizer)
+                yield w
+
+    loops = [steps(*part) for part in parts]
+    watches = [next(loop) for loop in loops]
+    loops.pop(first).close()
+    for loop in loops:
+        next(loop)
+    loops.pop().close()
+    next(loops[0])
+    loops.pop().close()
+    assert sorted(len(w.steps) for w in watches) == [1, 2, 3]
+    assert len(watches[first].steps) == 1
+    assert all(hooks_of(*part) == [] for part in parts)
+
+
+def test_what_somebody_else_put_over_a_watch_stays(watched, monkeypatch):
+    model, optimizer = watched
+    calls = []
+    with dx.watch(model, optimizer) as w, monkeypatch.context() as patch:
+        observed = torch.autograd.backward
+
+        def counted(*args, **kwargs):
+            calls.append(1)
+            observed(*args, **kwargs)
+
+        patch.setattr(torch.autograd, "backward", counted)
+        w.__exit__(None, None, None)
+        train_step(model, optimizer)
+        assert torch.autograd.backward is counted
+    assert calls == [1]
+    assert len(w.steps) == 0
+    torch.autograd.backward = BACKWARD
 
 
 def test_a_folder_that_cannot_be_used_leaves_no_hooks_behind(watched, tmp_path):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 # The update ratio needs a copy of the weights, which costs more than all other statistics together.
 UPDATE_EVERY = 10  # steps
+# Each function that stands in the place of another: whose it is, the other, and whether its owner had that one itself.
+_STAND_INS: dict[Callable[..., Any], tuple["Watch", Callable[..., Any], bool]] = {}
 
 
 def watch(model: nn.Module, optimizer: torch.optim.Optimizer, *, out: str | Path | None = None) -> "Watch":
@@ -75,6 +77,7 @@ class _Step:
     batch: int = 0
     aside: bool = False  # whether the model ran without gradients: for validation, or for a training step's target
     losses: list[float] = field(default_factory=list)
+    losses_elsewhere: list[float] = field(default_factory=list)  # of backward calls that brought this model nothing
     gradients: NDArray[np.float64] | None = None
     bad_samples: list[int] = field(default_factory=list)
 
@@ -85,6 +88,10 @@ class Watch:
     ``steps`` and ``gradients`` are DataFrames. The gradients are those at the end of backward: before clipping. A
     step's time runs from the fetch of its first batch to the end of the optimizer's step, so validation in between
     is in no step.
+
+    What a row cannot tell: a loss that a ``GradScaler`` has scaled is recorded as it is, and so are its gradients; the
+    step that it leaves out joins the next one. An optimizer that calls a closure several times has one row for all of
+    them. A parameter or an optimizer that the loop puts in another's place is not seen.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, out: Path | None) -> None:
@@ -97,6 +104,8 @@ class Watch:
             raise DxdyError("watch: the model has no parameters, so there are no gradients to observe.")
         if any(map(is_lazy, parameters.values())):
             raise DxdyError("watch: the model has weights without a shape. Call it once on a batch, then watch it.")
+        if any(p.is_meta for p in parameters.values()):
+            raise DxdyError("watch: the model is on the device 'meta', where tensors hold no numbers. Move it first.")
         self.model, self.optimizer, self.out = model, optimizer, out
         self._tensors = list(parameters.values())
         self._layout = Layout(tuple(parameters), tuple(tuple(p.shape) for p in self._tensors))
@@ -124,10 +133,10 @@ class Watch:
             self._cleanup.callback(handle.remove)
         # The class and not a hook in the model: copies of the model, and files it is saved to, would carry the hook.
         kind = type(self.model)
-        self._replace(kind, "__call__", self._observed_call(kind.__call__))
+        self._replace(kind, "__call__", self._observed_call)
         # Tensor.backward looks this name up at every call, so one wrapper sees both ways of calling it.
-        self._replace(torch.autograd, "backward", self._observed_backward(torch.autograd.backward))
-        self._replace(DataLoader, "__iter__", self._observed_iter(DataLoader.__iter__))
+        self._replace(torch.autograd, "backward", self._observed_backward)
+        self._replace(DataLoader, "__iter__", self._observed_iter)
         self.active = True
         return self
 
@@ -136,7 +145,9 @@ class Watch:
     ) -> None:
         self.active = False
         self._cleanup.close()
-        if self._step.gradients is not None:  # a backward that no step followed: the loop ended before it, or broke
+        step = self._step
+        if step.gradients is not None or (step.losses_elsewhere and step.batch):
+            # A backward that no step followed: the loop ended before it, or broke.
             self._record(update_time=0.0, ratios=None, skipped=True)
         if self._writer is not None:
             self._writer.close()
@@ -152,8 +163,9 @@ class Watch:
     def steps(self) -> "pd.DataFrame":
         """One row a step.
 
-        Loss (mean over the step's backward calls), lr, grad_norm (before clipping), effective_batch (samples of all
-        forwards), times in seconds, memory in bytes, skipped (a backward that no step followed), bad_samples (ids).
+        Loss (mean over the backward calls that reached the model), lr (of the first group of parameters), grad_norm
+        (before clipping), effective_batch (samples of all forwards), times in seconds, memory in bytes, skipped (a
+        backward that no step followed), bad_samples (ids).
         """
         return self.trace.steps
 
@@ -171,16 +183,18 @@ class Watch:
         """The number of elements of each parameter."""
         return self._layout.sizes
 
-    def _replace(self, owner: Any, name: str, wrapper: Any) -> None:
-        if name in vars(owner):
-            self._cleanup.callback(setattr, owner, name, getattr(owner, name))
-        else:
-            self._cleanup.callback(delattr, owner, name)
-        setattr(owner, name, wrapper)
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+        original = getattr(owner, name)
+        stand_in = make(original)
+        _STAND_INS[stand_in] = self, original, name in vars(owner)
+        setattr(owner, name, stand_in)
+        self._cleanup.callback(_put_back, owner, name)
 
     def _observed_iter(self, original: Callable[[Any], Iterator[Any]]) -> Callable[[Any], Iterator[Any]]:
         @functools.wraps(original)
         def observed(loader: Any) -> Iterator[Any]:
+            if not self.active:
+                return original(loader)
             return _Fetches(original(loader), self._after_fetch, self._drop_validation)
 
         return observed
@@ -190,7 +204,7 @@ class Watch:
 
         @functools.wraps(original)
         def observed(module: nn.Module, *inputs: Any, **named: Any) -> Any:
-            if module is not model or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            if module is not model or not self.active or torch.compiler.is_compiling() or torch.jit.is_tracing():
                 return original(module, *inputs, **named)
             if not torch.is_grad_enabled():
                 self._step.aside = True
@@ -206,11 +220,13 @@ class Watch:
     def _observed_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def observed(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._in_backward:  # a re-entrant checkpoint calls it for a part of the graph
+            if self._in_backward or not self.active:  # a re-entrant checkpoint calls it for a part of the graph
                 original(tensors, *args, **kwargs)
                 return
             if not isinstance(tensors, (Tensor, tuple)):
                 tensors = list(tensors)  # a generator can be read only once
+            before = [p.grad for p in self._tensors]
+            versions = [g._version for g in before if g is not None]
             started = self._begin()
             self._in_backward = True
             try:
@@ -218,7 +234,8 @@ class Watch:
             finally:
                 self._in_backward = False
             self._step.backward_time += perf_counter() - started
-            self._after_backward(tensors)
+            new = any(p.grad is not g for p, g in zip(self._tensors, before, strict=True))
+            self._after_backward(tensors, new or versions != [g._version for g in before if g is not None])
 
         return observed
 
@@ -241,13 +258,17 @@ class Watch:
         if step.aside and not step.batch and step.gradients is None:
             self._step, self._batch = _Step(), None
 
-    def _after_backward(self, tensors: Any) -> None:
+    def _after_backward(self, tensors: Any, reached: bool) -> None:
         step = self._step
         losses = [t.item() for t in ((tensors,) if torch.is_tensor(tensors) else tensors) if _is_loss(t)]
-        spoilt_before = step.gradients is not None and any_nonfinite(step.gradients)
-        step.losses += losses
-        step.gradients = self._statistics.describe([p.grad for p in self._tensors])
-        if not all(map(math.isfinite, losses)) or (any_nonfinite(step.gradients) and not spoilt_before):
+        sound = all(map(math.isfinite, losses))
+        if losses:
+            (step.losses if reached else step.losses_elsewhere).append(sum(losses))
+        if reached:
+            spoilt_before = step.gradients is not None and any_nonfinite(step.gradients)
+            step.gradients = self._statistics.describe([p.grad for p in self._tensors])
+            sound = sound and (spoilt_before or not any_nonfinite(step.gradients))
+        if not sound:
             step.bad_samples += bad_samples(self._batch)
 
     def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -269,9 +290,10 @@ class Watch:
         rows = step.gradients
         if rows is None:  # gradients that came from elsewhere than backward
             rows = self._statistics.describe([p.grad for p in self._tensors])
+        losses = step.losses or step.losses_elsewhere  # another model's loss is not this one's; a lone one may be
         lr = self.optimizer.param_groups[0].get("lr")  # an optimizer of one's own may have none
         values = {
-            "loss": sum(step.losses) / len(step.losses) if step.losses else math.nan,
+            "loss": sum(losses) / len(losses) if losses else math.nan,
             "lr": math.nan if lr is None else float(lr),
             "grad_norm": total_norm(rows),
             "effective_batch": step.batch,
@@ -313,6 +335,20 @@ class _Fetches:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
+
+
+def _put_back(owner: Any, name: str) -> None:
+    """Take away what watches put in a function's place, as far as they have ended.
+
+    Watches may end in another order than they began: one in a generator that was left half-way ends with the
+    generator. What stands under one that is still running is taken away with that one.
+    """
+    while (found := _STAND_INS.get(vars(owner).get(name))) and not found[0].active:
+        _, original, own = _STAND_INS.pop(vars(owner)[name])
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 def bad_samples(batch: Any) -> list[int]:
@@ -360,5 +396,5 @@ def _batch_size(values: Iterable[Any]) -> int:
     """Return the first dimension of the first tensor that a forward was called with; 0 when there is none."""
     for value in values:
         if isinstance(value, Tensor) and value.dim():
-            return value.shape[0]
+            return value.size(0)  # a nested tensor has no shape
     return 0
