@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dxdy_nb.autograd.check import check_gradients as check_gradients
     from dxdy_nb.autograd.graph import graph as graph
     from dxdy_nb.autograd.record import record as record
     from dxdy_nb.config import RunConfig as RunConfig
@@ -22,6 +23,7 @@ _HOMES = {
     "DxdyError": "errors",
     "Run": "runs.record",
     "RunConfig": "config",
+    "check_gradients": "autograd.check",
     "graph": "autograd.graph",
     "live": "lesson.live",
     "record": "autograd.record",
