@@ -17,6 +17,8 @@
 # **Last verified.** torch 2.13.0, CPU.
 #
 # data → forward → loss → **backward** → update → comm
+#
+# Begin with *Edit → Clear Outputs of All Cells*: the stored outputs give the predictions away.
 
 # %% [markdown]
 # ## Recall
@@ -45,25 +47,26 @@ seed = 0
 x0 = 5.0
 
 # %%
-import contextlib
-import io
-import logging
-
 import torch
 from torch import nn
 
 import dxdy_nb as dx
 from dxdy_nb.lesson.exercise import Lesson
 
+dx.RunConfig(seed=seed)  # refuses a seed that makes no sense, before anything runs
 lesson = Lesson("01_autograd_graph")
 
 # %% [markdown]
-# ## 1 · One number, three questions
+# ## 1 · One number, four questions
 #
-# Take y = (x − 3)². Autograd is asked for dy/dx at `x0`. Predict before you run.
+# Take y = (x − 3)². Autograd is asked for dy/dx at `x0`. Predict before you run: put your answer in place of `None`, a
+# word in quotes.
 
 # %%
 lesson.predict("dy/dx of (x - 3)² at x0", None)
+
+# %%
+lesson.predict("x.grad before any backward (a number or a word)", None)
 
 # %%
 lesson.predict("x.grad after one backward", None)
@@ -74,7 +77,7 @@ lesson.predict("x.grad after a second forward and backward", None)
 # %%
 x = torch.tensor(x0, requires_grad=True)
 y = (x - 3) ** 2
-print("before:", x.grad)
+lesson.reveal("x.grad before any backward (a number or a word)", str(x.grad))
 
 # %%
 y.backward()
@@ -89,8 +92,8 @@ y.backward()
 lesson.reveal("x.grad after a second forward and backward", x.grad.item())
 
 # %% [markdown]
-# The second number is twice the first. `backward` *adds* to `.grad`; it replaces nothing. That is a feature: gradients
-# of several micro-batches add up. It is a fault when nobody calls `zero_grad` between two steps.
+# The last number is twice the one before. `backward` *adds* to `.grad`; it replaces nothing. That is a feature:
+# gradients of several micro-batches add up. It is a fault when nobody calls `zero_grad` between two steps.
 #
 # Before the first call `.grad` is `None`, not zero: nothing has arrived yet.
 
@@ -107,7 +110,7 @@ print(y.grad_fn.name())
 
 # %% [markdown]
 # A node of the graph is a *backward* function: it knows how to turn the gradient of its output into the gradient of
-# its inputs. `next_functions` says where it sends them.
+# its inputs. `next_functions` says where it sends them: for each input a node, and which output of that node it was.
 
 # %%
 pow_node = y.grad_fn
@@ -137,7 +140,7 @@ print("kept by Pow:", pow_node._saved_self.item(), "  and a is:", a.item())
 # %% [markdown]
 # ## 3 · Walk it, draw it
 #
-# Six lines walk from the loss to the leaves.
+# Six lines walk from the loss to the leaves. (The fourth cuts `torch::autograd::` off a name.)
 
 # %%
 waiting, names = [y.grad_fn], []
@@ -149,11 +152,16 @@ print(" → ".join(names))
 
 # %% [markdown]
 # The package does the same walk, runs one backward pass, and writes the gradient that arrives at each node. It leaves
-# `.grad` as it is.
+# `.grad` as it is. A line is a node: its number, its name, the shape of its output (`[]` is a single number), the size
+# of the gradient that arrives, and the lines it sends to.
 
 # %%
 print(dx.graph(y))
 print("x.grad is still", x.grad)
+
+# %% [markdown]
+# The picture shows the same, with the values. Its colours compare a gradient with those near the loss: *vanishing* is
+# far smaller, *exploding* far larger.
 
 # %%
 dx.graph(y)
@@ -169,17 +177,28 @@ dx.graph(y)
 # | Sub | 2a | 1 | 2a |
 # | x | 2a | | `x.grad` += 2a |
 #
-# Compare the pen with autograd, and both with a centred finite difference in float64.
+# Compare each row with autograd. `torch.autograd.grad` returns the gradient that arrives at any tensor you name.
 
 # %%
-point = torch.tensor(x0, dtype=torch.float64, requires_grad=True)
-(by_autograd,) = torch.autograd.grad((point - 3) ** 2, point)
-by_pen = 1 * 2 * (x0 - 3) * 1
-h = 1e-5
+x = torch.tensor(x0, dtype=torch.float64, requires_grad=True)
+a = x - 3
+y = a**2
+arrives = torch.autograd.grad(y, (y, a, x))
+
+# %%
+by_pen = (1.0, 2 * (x0 - 3), 2 * (x0 - 3) * 1)
+for name, pen, autograd in zip(("Pow", "Sub", "x"), by_pen, arrives, strict=True):
+    assert abs(autograd.item() - pen) <= 1e-12 * max(1.0, abs(pen))
+    print(f"arrives at {name:3}  pen {pen:g}   autograd {autograd.item():g}")
+
+# %% [markdown]
+# The third way shares nothing with the two: a centred finite difference, in float64. Lesson 02 is about it.
+
+# %%
+h = 1e-5 * max(1.0, abs(x0))
 by_difference = ((x0 + h - 3) ** 2 - (x0 - h - 3) ** 2) / (2 * h)
-assert abs(by_autograd.item() - by_pen) < 1e-12
-assert abs(by_difference - by_pen) < 1e-7 * max(1, abs(x0))
-print("pen, autograd and finite difference agree: 1e-12 and 1e-7 (float64)")
+assert abs(by_difference - by_pen[-1]) <= 1e-7 * max(1.0, abs(by_pen[-1]))
+print("pen and autograd agree within 1e-12, the finite difference within 1e-7 (float64)")
 
 # %% [markdown]
 # ## 5 · Trust no printed number
@@ -201,7 +220,7 @@ x = torch.tensor(2.0, requires_grad=True)
 w = torch.tensor(3.0, requires_grad=True)
 b = torch.tensor(1.0, requires_grad=True)
 loss = (w * x + b) ** 2
-loss.backward(retain_graph=True)
+loss.backward(retain_graph=True)  # keeps what the nodes hold: they are looked at below
 lesson.reveal("dL/dx", x.grad.item())
 
 # %%
@@ -211,19 +230,33 @@ lesson.reveal("dL/dw", w.grad.item())
 lesson.reveal("dL/db", b.grad.item())
 
 # %% [markdown]
-# Here is the pass one node at a time. Each step shows its rule, what comes in, and what goes out.
+# Here is the pass one node at a time. Each step shows its rule, where `g` is what comes in, and what goes out.
 
 # %%
 print(dx.graph(loss).steps())
 
+# %% [markdown]
+# The same as pictures: a slider where you can move one, else to be unfolded.
+
 # %%
-dx.graph(loss).steps()
+dx.graph(loss).steps().slider()
 
 # %% [markdown]
-# <details><summary>Where is the article's slip?</summary>
+# Now find the slip. Pow's rule is 2 · y, and y = w·x + b is what it took from the forward pass. Which y gives the
+# article's numbers?
+
+# %%
+lesson.predict("the y that the article used", None)
+
+# %%
+y = 12 / 2  # it prints 12 for b, which is what Pow sends
+assert (2 * y * w.item(), 2 * y * x.item()) == (36, 24)  # and all else follows from it
+lesson.reveal("the y that the article used", y)
+
+# %% [markdown]
+# <details><summary>Where does it come from?</summary>
 #
-# Pow receives w·x + b = 7, so it sends 2 · 7 = 14 down. The printed numbers come from 2 · 6 = 12: the product alone,
-# before b was added. From there on every line of the article is consistent, and wrong.
+# It is w·x, the product alone, before b was added. From there on every line of the article is consistent, and wrong.
 #
 # </details>
 
@@ -251,12 +284,14 @@ for edge in g.edges:
 
 # %% [markdown]
 # One node for each leaf, however often it is used. Two edges lead to `a`, with 1 and 3, and the node adds them up:
-# d(ab + a)/da = b + 1 = 4.
-#
+# d(ab + a)/da = b + 1 = 4. The picture draws the leaf once for each use, and says so by `×2`.
+
+# %%
+g
+
+# %% [markdown]
 # So a node may run only when *all* its gradients have arrived. That is why the backward pass goes in reverse
 # **topological** order: no node before all of its consumers. Reverse order of the lines of code is one such order.
-#
-# Norms cannot be added that way. Gradients 1 and −1 from two uses sum to 0; their norms sum to 2.
 
 # %% [markdown]
 # ## 7 · Leaves, inner nodes, hooks
@@ -323,53 +358,85 @@ lesson.predict("x.grad after the edit through .data", None)
 # %%
 x = torch.tensor(2.0, requires_grad=True)
 y = x.exp()
+assert abs(y.item() - 7.389) < 1e-3
 y.data.mul_(10)
 y.backward()
 lesson.reveal("x.grad after the edit through .data", round(x.grad.item(), 2))
 
 # %% [markdown]
 # Ten times too large, and silent: the rule of exp uses its kept *output*, and the output was changed behind its back.
-# With `.detach().mul_(10)` the counter sees the edit, and backward raises. There is no reason left to use `.data`.
+# With `.detach()` in place of `.data` the counter sees the edit:
+
+# %%
+y = x.exp()
+y.detach().mul_(10)
+try:
+    y.backward()
+except RuntimeError as error:
+    print(type(error).__name__, "-", str(error).split(":")[0])
+
+# %% [markdown]
+# A weight is edited under `torch.no_grad()`. So nothing is left that `.data` is good for.
 
 # %% [markdown]
 # ## 9 · Switching recording off
 #
-# | | graph recorded? | memory kept for backward? | dropout and BatchNorm in train mode? |
+# | | graph recorded? | tensors kept for backward? | dropout, BatchNorm |
 # |---|---|---|---|
-# | `torch.no_grad()` | no | no | unchanged |
-# | `torch.inference_mode()` | no, and results can never enter one | no | unchanged |
-# | `x.detach()` | cut at this tensor | before it: yes | unchanged |
-# | `p.requires_grad_(False)` | yes, past this parameter | what others need | unchanged |
-# | `model.eval()` | **yes** | **yes** | switched off |
-#
-# The last row surprises most people. So look:
+# | `torch.no_grad()` | no | no | as before |
+# | `torch.inference_mode()` | no, and results can never enter one | no | as before |
+# | `x.detach()` | cut at this tensor | before it: yes | as before |
+# | `p.requires_grad_(False)` | where another leaf needs it | what that one needs | as before |
+# | `model.eval()` | ? | ? | dropout off, BatchNorm by its running statistics |
 
 # %%
 lesson.predict("After model.eval(), does the output require a gradient? (yes or no)", None)
 
-# %%
-model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
-model.eval()
-output = model(torch.ones(1, 4))
-answer = "yes" if output.requires_grad else "no"
-lesson.reveal("After model.eval(), does the output require a gradient? (yes or no)", answer)
+# %% [markdown]
+# Look at it. Every tensor that a rule keeps can be seen on its way, by a pair of hooks: count them.
+
 
 # %%
+def look(forward):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        output = forward(torch.ones(1, 4))
+    return f"recorded {output.requires_grad!s:5}  tensors kept {len(kept)}"
+
+
+# %%
+model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+print("all on           ", look(model))
 with torch.no_grad():
-    silent = model(torch.ones(1, 4))
-print("under no_grad:", silent.requires_grad, "  graph:", silent.grad_fn)
+    print("no_grad          ", look(model))
+with torch.inference_mode():
+    print("inference_mode   ", look(model))
+print("detach           ", look(lambda x: model[2](model[1](model[0](x)).detach())))
+print("first layer fixed", look(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), *model[1:])))
+
+# %%
+model.eval()
+print("eval             ", look(model))
+answer = "yes" if model(torch.ones(1, 4)).requires_grad else "no"
+lesson.reveal("After model.eval(), does the output require a gradient? (yes or no)", answer)
+
+# %% [markdown]
+# `eval()` records the whole graph. The one tensor less is the mask of dropout. Put yes and yes in place of the question
+# marks: validation needs `eval()` *and* `no_grad()`.
+#
+# `inference_mode` goes further than `no_grad`. What it made can never be kept for a backward pass:
 
 # %%
 with torch.inference_mode():
-    frozen = model(torch.ones(1, 4))
+    made = model(torch.ones(1, 4))
 try:
-    (frozen * torch.ones(1, requires_grad=True)).sum().backward()
+    (made * torch.ones(1, requires_grad=True)).sum().backward()
 except RuntimeError as error:
     print(type(error).__name__, "-", str(error).split(".")[0])
 
 # %% [markdown]
-# `loss.backward()` adds into `.grad` of every leaf. `torch.autograd.grad(loss, tensors)` returns the gradients it is
-# asked for, and touches no `.grad`. A training loop wants the first, a look at a gradient the second.
+# `loss.backward()` adds into `.grad` of every leaf that asks for it. `torch.autograd.grad(loss, tensors)` returns the
+# gradients it is asked for, and touches no `.grad`. A training loop wants the first, a look at a gradient the second.
 #
 # Where does a graph end by accident? Record the forward pass, and the package names the line.
 
@@ -391,12 +458,45 @@ model = Cut()
 with dx.record(model) as seen:
     loss = model(torch.ones(2, 4)).square().mean()
 for cut in dx.graph(loss, record=seen).cuts:
-    print(cut.operation, "keeps gradients from", ", ".join(cut.parameters))
+    print(f"{cut.where}: {cut.operation} keeps gradients from {', '.join(cut.parameters)}")
 
 # %% [markdown]
+# The number is the line in the cell with the class. In a script it stands after the name of the file.
+#
 # ## 10 · Watch gradients while it learns
 #
-# One loop with the line mended: the encoder's rows are no longer empty.
+# Would the loss have told? Train the cut net, and then one with the line mended.
+
+# %%
+lesson.predict("Does the loss of the cut net fall? (yes or no)", None)
+
+# %%
+inputs = torch.randn(32, 4)  # (B, D)
+targets = inputs.sum(dim=1, keepdim=True)  # (B, 1)
+
+
+def training(model, optimizer):
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+# %%
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with dx.watch(model, optimizer) as w:
+    losses = list(training(model, optimizer))
+lesson.reveal("Does the loss of the cut net fall? (yes or no)", "yes" if losses[-1] < losses[0] else "no")
+
+# %%
+missing = w.gradients["norm"].isna().groupby("parameter", sort=False).all()
+print("without a gradient at every step:", ", ".join(missing.index[missing]))
+
+# %% [markdown]
+# It falls: the head learns alone, on what an encoder of random weights gives it. The loss does not tell. The gradients
+# do.
 
 
 # %%
@@ -408,22 +508,12 @@ class Mended(Cut):
 torch.manual_seed(seed)
 model = Mended()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-inputs = torch.randn(32, 4)
-targets = inputs.sum(dim=1, keepdim=True)
-
-
-# %%
-def steps():
-    for _ in range(60):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        yield loss.item()
-
-
 with dx.watch(model, optimizer) as w:
-    await dx.live(w).run(steps())
+    await dx.live(w).run(training(model, optimizer))
+
+# %% [markdown]
+# Look at the lower left: a row for each parameter, a colour for each step. A row that got nothing would be empty. None
+# is. Lesson 03 reads the other panels.
 
 # %%
 print("every parameter got a gradient at every step:", bool(w.gradients["norm"].notna().all()))
@@ -484,6 +574,43 @@ lesson.check("push", push)
 # </details>
 
 # %% [markdown]
+# ### Exercise · own
+#
+# The same for `(a*b + a)**2`: return the gradients of `a` and of `b`. All lines are yours, and autograd is left out.
+
+
+# %%
+def sweep(a, b):
+    return ...
+
+
+lesson.check("sweep", sweep)
+
+# %% [markdown]
+# <details><summary>Hint 1</summary>
+#
+# Begin as in `push`: what did Pow receive, and what does it send to Add?
+#
+# </details>
+# <details><summary>Hint 2</summary>
+#
+# Add sends the same to both of its inputs. Which two gradients meet at `a`?
+#
+# </details>
+# <details><summary>Solution: sweep</summary>
+#
+# ```python
+# def sweep(a, b):
+#     y = a * b + a
+#     grad_y = 2 * y
+#     grad_a = grad_y * b + grad_y
+#     grad_b = grad_y * a
+#     return grad_a, grad_b
+# ```
+#
+# </details>
+
+# %% [markdown]
 # ### Exercise · order
 #
 # Put the reverse sweep of `loss = a * b + a` in order.
@@ -518,9 +645,10 @@ lesson.check("order", order)
 # </details>
 
 # %% [markdown]
-# ### Exercise · own
+# ### Exercise · walk
 #
-# Write `walk(root)`: the names (`node.name()`) of all nodes from a `grad_fn` on, level by level, each node once.
+# Write `walk(root)`: the names of all nodes from a `grad_fn` on, as `node.name()` gives them, level by level, each
+# node once.
 
 # %%
 walk = ...  # def walk(root): ...
@@ -556,6 +684,8 @@ lesson.check("walk", walk)
 
 # %% [markdown]
 # ## Further
+#
+# May be skipped.
 #
 # ### Vector outputs
 #
@@ -594,18 +724,39 @@ for value in (1.0, -1.0):
     print(value, "→", branch(torch.tensor(value, requires_grad=True)).grad_fn.name())
 
 
+# %% [markdown]
+# A loop and a recursion are recorded as what they did. Afterwards nobody can tell which of the two it was.
+
+
 # %%
-def power(x, n):  # a recursion is recorded like any other sequence of operations
-    return x if n == 1 else x * power(x, n - 1)
+def by_recursion(x, n):
+    return x if n == 1 else x * by_recursion(x, n - 1)
 
 
-print("nodes of x⁴:", [node.operation for node in dx.graph(power(torch.tensor(2.0, requires_grad=True), 4)).nodes])
+def by_loop(x, n):
+    y = x
+    for _ in range(n - 1):
+        y = x * y
+    return y
+
+
+# %%
+x = torch.tensor(2.0, requires_grad=True)
+recursion, loop, longer = dx.graph(by_recursion(x, 4)), dx.graph(by_loop(x, 4)), dx.graph(by_loop(x, 6))
+print(loop)
+print("recursion and loop alike:", str(recursion) == str(loop), "  six factors alike:", str(longer) == str(loop))
 
 # %% [markdown]
-# `torch.export` wants *one* graph for all inputs. A branch that depends on a value cannot be in it.
+# `torch.export` wants *one* graph for all inputs. A Python `if` on a value cannot be in it. (`torch.cond` can: it takes
+# both branches along.)
 
 
 # %%
+import contextlib
+import io
+import logging
+
+
 class Branch(nn.Module):
     def forward(self, x):
         return x.exp() if x.sum() > 0 else x**3
@@ -618,6 +769,7 @@ try:
         torch.export.export(Branch(), (torch.ones(2),))
 except RuntimeError as error:
     print(type(error).__name__, "- data-dependent:", "data-dependent" in str(error))
+logging.disable(logging.NOTSET)
 
 # %% [markdown]
 # ### Kinks
@@ -631,15 +783,25 @@ for name, function in {"relu": torch.relu, "abs": torch.abs, "sqrt": torch.sqrt}
     print(f"{name:4} at 0: {at.grad.item()}")
 
 # %% [markdown]
-# `torch.where` chooses between *values*. Backward still multiplies the branch that was not taken by zero, and zero
-# times infinity is NaN. Guard the input, not the output.
+# The largest of two equal numbers is a kink, too. `amax` lets them share, `max(dim)` takes one.
 
 # %%
-at = torch.tensor(0.0, requires_grad=True)
-torch.where(at > 0, at.sqrt(), 0.0).backward()
-safe = torch.tensor(0.0, requires_grad=True)
-torch.where(safe > 0, torch.where(safe > 0, safe, 1.0).sqrt(), 0.0).backward()
-print("guarded output:", at.grad.item(), "  guarded input:", safe.grad.item())
+tie = torch.tensor([1.0, 1.0], requires_grad=True)
+print("amax    ", torch.autograd.grad(tie.amax(), tie)[0].tolist())
+print("max(dim)", torch.autograd.grad(tie.max(dim=0).values, tie)[0].tolist())
+
+# %% [markdown]
+# `torch.where` chooses between *values*. Backward still goes through the branch that was not taken, with a gradient of
+# zero. The slope of the root is infinite at 0 and NaN below, and zero times either is NaN. Guard the input, not the
+# output.
+
+# %%
+for value in (0.0, -1.0):
+    at = torch.tensor(value, requires_grad=True)
+    torch.where(at > 0, at.sqrt(), 0.0).backward()
+    safe = torch.tensor(value, requires_grad=True)
+    torch.where(safe > 0, torch.where(safe > 0, safe, 1.0).sqrt(), 0.0).backward()
+    print(f"at {value:4}   guarded output: {at.grad.item()}   guarded input: {safe.grad.item()}")
 
 # %% [markdown]
 # ## Exit ticket

@@ -7,7 +7,7 @@
 # - compute one gradient in three ways, and say how closely they must agree
 # - choose the step of a finite difference, and name what spoils it when it is too large or too small
 # - run `torch.autograd.gradcheck`, and give it the dtype that it needs
-# - tell the faults that torch reports from the one that only a check finds
+# - tell the faults that torch reports from the one that only a check finds, in a function and in a whole model
 # - write a minimal sample that another person can judge
 #
 # **Know before.** What autograd records, leaves, `.grad` (lesson 01); the
@@ -57,6 +57,7 @@ import dxdy_nb as dx
 from dxdy_nb.lesson import plots
 from dxdy_nb.lesson.exercise import Lesson
 
+dx.RunConfig(seed=seed, lr=lr, max_steps=steps)  # refuses what makes no sense, before anything runs
 lesson = Lesson("02_hand_check")
 
 # %% [markdown]
@@ -462,6 +463,66 @@ assert abs(model.right.item() - by_pen) <= 1e-9 * max(1.0, abs(by_pen), abs(x0))
 print("the end point of the run is the one computed by pen")
 
 # %% [markdown]
+# ## The whole check in one line
+#
+# Copies in float64, both sides, more than one step, a tolerance: you have done by hand what `dx.check_gradients` does.
+# It takes a function and its inputs, or a model with its loss and a batch, and answers with a verdict:
+#
+# - **right**, or **wrong**;
+# - **kink**: two slopes meet here, and none is wrong;
+# - **precision**: the function itself computes in float32, and no more can be said;
+# - **nondeterministic**: the same inputs give different values;
+# - **detached**: the gradient takes a part as constant that is none.
+
+# %%
+checks = {f.__name__: dx.check_gradients(f, torch.tensor(x0)) for f in (cube, edited)}
+for name, check in checks.items():
+    print(f"{name:7} {check.verdict:6} relative error {check.rows[0].error:.1f}")
+
+# %%
+series = {f"{name}: {check.verdict}": check.rows[0].curve for name, check in checks.items()}
+alt = "relative error against step: it dips for a right gradient, and stays on a plateau for a wrong one"
+plots.show(plots.curves(series, alt=alt, x="step / size of x", y="relative error", log_x=True, log_y=True))
+
+# %% [markdown]
+# For the right gradient there is a step at which the error nearly vanishes: your V again. The wrong one is wrong at
+# every step, a plateau. At 5 it stands at 0.9, for (40 − 4)/40.
+#
+# Now a whole model, of four parameter tensors. It multiplies a hidden value by 1.01, through `.data`, *after* its last
+# use. The output is right. Which gradients are not?
+
+
+# %%
+class Leaky(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+    def forward(self, x):  # (B, 3)
+        h = torch.tanh(self.hidden(x))  # (B, 4)
+        y = self.out(h)  # (B, 1)
+        h.data.mul_(1.01)
+        return y
+
+
+# %%
+lesson.predict("how many of the four gradients are wrong", None)
+
+# %%
+torch.manual_seed(seed)
+batch = torch.randn(8, 3), torch.randn(8, 1)  # (B, 3), (B, 1)
+check = dx.check_gradients(model=Leaky(), loss_fn=torch.nn.functional.mse_loss, batch=batch)
+for name, verdict in check.table["verdict"].items():
+    print(f"{name:14} {verdict}")
+
+# %%
+lesson.reveal("how many of the four gradients are wrong", int((check.table["verdict"] == "wrong").sum()))
+
+# %% [markdown]
+# The rule of tanh had kept its *output*, and `out` its *input*: both are `h`. So the gradient of `out.weight` is off,
+# and all that passes through tanh. The bias of `out` needs neither. No loss curve would show a fault of one per cent.
+
+# %% [markdown]
 # ## The minimal sample
 #
 # A gradient that looks wrong is best shown to somebody in a sample so small that every question is answered by running
@@ -568,10 +629,12 @@ def passes(factor, rtol):
 
 for factor in (2.0, 1.0, 2.0004):
     usual, strict = passes(factor, 1e-3), passes(factor, 1e-6)
-    print(f"factor {factor:.4f}: passes with rtol=1e-3 {usual}, with rtol=1e-6 {strict}")
+    verdict = dx.check_gradients(lambda a, factor=factor: Square.apply(a, factor), torch.tensor(2.0)).verdict
+    print(f"factor {factor:.4f}: passes with rtol=1e-3 {usual}, with rtol=1e-6 {strict}; check_gradients {verdict}")
 
 # %% [markdown]
-# The default `rtol` of 1e-3 lets an error of two parts in ten thousand pass. In float64 you can ask for more.
+# The default `rtol` of 1e-3 lets an error of two parts in ten thousand pass. In float64 you can ask for more;
+# `dx.check_gradients` derives its tolerance from the function itself.
 #
 # ### Kinks
 #
@@ -582,6 +645,7 @@ z = torch.zeros((), dtype=torch.float64, requires_grad=True)
 torch.relu(z).backward()
 numeric = centred(torch.relu, z.detach(), 1e-4)
 print(f"autograd {z.grad.item():.1f}   finite difference {numeric.item():.1f}")
+print("verdict:", dx.check_gradients(torch.relu, z.detach()).verdict)
 
 # %% [markdown]
 # Neither is wrong: there is no slope to be right about. The sign of a kink is that the two one-sided differences do not
