@@ -3,6 +3,7 @@
 #   make run        execute every lesson                 (a table at the end)
 #   make test       what CI runs                         make test-all: everything, before work is called done
 #   make notebooks  rebuild the lessons from their sources (NAMES="02_hand_check")
+#   make stress     kill training processes at random   (KILLS=20)
 #   make nbval      compare every lesson with its stored outputs (NB=notebooks/02_hand_check.ipynb)
 
 PYTHON ?= python3
@@ -11,12 +12,13 @@ PY := $(BIN)/python
 ARGS ?=
 NAMES ?=
 NB ?= $(wildcard notebooks/*.ipynb)
+KILLS ?= 20
 PYTEST := $(PY) -m pytest -q
 
 # Several threads gain nothing on nets as small as these, and on a busy machine they cost up to ten times the time.
-lab run test test-all unit notebooks nbval bench: export OMP_NUM_THREADS ?= 1
+lab run test test-all unit stress notebooks nbval bench: export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab run test test-all lint unit notebooks notebooks-check nbval bench clean
+.PHONY: lab run test test-all lint unit stress notebooks notebooks-check nbval bench clean
 
 lab: .venv/.installed
 	$(BIN)/dxdy lab $(ARGS)
@@ -26,7 +28,7 @@ run: .venv/.installed
 
 test: lint notebooks-check unit nbval
 
-test-all: lint notebooks-check nbval
+test-all: lint notebooks-check nbval stress
 	$(PYTEST)
 
 lint: .venv/.installed-test
@@ -38,6 +40,9 @@ lint: .venv/.installed-test
 
 unit: .venv/.installed-test
 	$(PYTEST) -m "not slow"
+
+stress: .venv/.installed-test
+	$(PY) tests/stress.py --kills $(KILLS)
 
 notebooks: .venv/.installed
 	$(PY) notebooks/src/build.py $(NAMES)

@@ -1,23 +1,25 @@
 """What was acknowledged can be read again, whatever ended the process that wrote it."""
 
+import contextlib
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+import stress
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dxdy_nb import DxdyError
 from dxdy_nb.observe import trace
-from dxdy_nb.observe.trace import HEADER, MAX_BAD_SAMPLES, STEP_COLUMNS, Layout, TraceWriter
+from dxdy_nb.observe.trace import GRADIENT_COLUMNS, HEADER, MAX_BAD_SAMPLES, STEP_COLUMNS, Layout, Reader, TraceWriter
 
 LAYOUT = Layout(("0.weight", "0.bias", "Gewicht ö"), ((4, 3), (4,), ()))
 SIZE = LAYOUT.record.itemsize
@@ -60,7 +62,7 @@ def test_what_is_written_is_read_back(tmp_path, on_disk):
     writer = TraceWriter(LAYOUT, tmp_path if on_disk else None)
     writer.append(0, values_of(0), gradients_of(0), np.array([0.1, np.nan, 0.3]))
     writer.append(1, values_of(1), np.full((3, 6), np.nan), skipped=True, bad_samples=[7, 3])
-    writer.append(2, values_of(2) | {"loss": np.nan, "memory": 2.0**40}, gradients_of(2))
+    writer.append(2, values_of(2) | {"loss": np.nan, "memory": 2.0**40}, gradients_of(2), full=False)
     seen = writer.read()
     writer.close()
     steps = pd.DataFrame([values_of(0), values_of(1), values_of(2)])
@@ -68,6 +70,7 @@ def test_what_is_written_is_read_back(tmp_path, on_disk):
     steps.loc[2, ["loss", "memory"]] = [np.nan, 2.0**40]
     steps["skipped"] = [False, True, False]
     steps["bad_samples"] = [[], [7, 3], []]
+    steps["full"] = [True, True, False]
     pd.testing.assert_frame_equal(seen.steps, steps.rename_axis("step"))
     expected = np.full((9, 7), np.nan)
     expected[:3, :6], expected[6:, :6] = gradients_of(0), gradients_of(2)
@@ -78,15 +81,18 @@ def test_what_is_written_is_read_back(tmp_path, on_disk):
 
 
 def test_names_and_shapes_are_read_back(five):
-    assert trace.read(five).layout == LAYOUT
-    assert trace.read(five).layout.sizes == {"0.weight": 12, "0.bias": 4, "Gewicht ö": 1}
+    (segment,) = trace.read(five).segments
+    assert segment.layout == LAYOUT
+    assert trace.read(five).sizes == {"0.weight": 12, "0.bias": 4, "Gewicht ö": 1}
 
 
 def test_a_trace_without_steps_has_empty_tables(tmp_path):
     TraceWriter(LAYOUT, tmp_path).close()
     empty = trace.read(tmp_path)
     assert (len(empty.steps), len(empty.gradients)) == (0, 0)
-    assert list(empty.steps.columns) == [*STEP_COLUMNS, "skipped", "bad_samples"]
+    assert list(empty.steps.columns) == [*STEP_COLUMNS, "skipped", "bad_samples", "full"]
+    assert list(empty.gradients.columns) == list(GRADIENT_COLUMNS)
+    assert empty.gradients.index.names == ["step", "parameter"]
 
 
 def test_of_very_many_bad_samples_the_first_are_kept(tmp_path):
@@ -184,7 +190,11 @@ def test_a_loop_may_go_to_another_directory(here):
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"\xff\xfe", b"[]", b"{}", b"3", b'{"parameters": 3}', b'{"parameters": [3]}']
+    "content",
+    [
+        *[None, b"", b"\xff\xfe", b"[]", b"{}", b"3", b'{"version": 2}', b'{"version": 2, "segments": 3}'],
+        *[b'{"version": 2, "segments": [3]}', b'{"version": 2, "segments": [{"parameters": [3]}]}'],
+    ],
 )
 def test_a_damaged_description_is_named(five, content):
     (five / "trace.json").unlink()
@@ -196,8 +206,16 @@ def test_a_damaged_description_is_named(five, content):
 
 def test_a_trace_with_records_of_another_size_is_refused(five):
     described = json.loads((five / "trace.json").read_text())
-    (five / "trace.json").write_text(json.dumps(described | {"record_bytes": SIZE + 8}))
+    described["segments"][0]["record_bytes"] += 8
+    (five / "trace.json").write_text(json.dumps(described))
     with pytest.raises(DxdyError, match=f"^{five}/trace.json: written by another version"):
+        trace.read(five)
+
+
+def test_a_trace_in_another_version_of_the_format_is_named(five):
+    described = json.loads((five / "trace.json").read_text())
+    (five / "trace.json").write_text(json.dumps(described | {"version": 1}))
+    with pytest.raises(DxdyError, match=f"^{five}/trace.json: written in version 1 .* version 2 is read"):
         trace.read(five)
 
 
@@ -210,27 +228,9 @@ def test_a_file_that_is_no_trace_is_named(five, content):
         trace.read(five)
 
 
-def test_a_killed_process_loses_no_acknowledged_step(tmp_path):
-    code = """
-        import itertools, sys
-        from pathlib import Path
-        import numpy as np
-        from dxdy_nb.observe.trace import STEP_COLUMNS, Layout, TraceWriter
-        writer = TraceWriter(Layout(("w",), ((3,),)), Path(sys.argv[1]))
-        for step in itertools.count():
-            writer.append(step, dict.fromkeys(STEP_COLUMNS, float(step)), np.full((1, 6), float(step)))
-            print(step, flush=True)
-        """
-    command = [sys.executable, "-c", textwrap.dedent(code), tmp_path]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        printed = [int(child.stdout.readline()) for _ in range(300)]
-        child.send_signal(signal.SIGKILL)
-        printed += [int(line) for line in child.stdout if line.endswith("\n")]
-    assert child.returncode == -signal.SIGKILL
-    seen = trace.read(tmp_path)
-    assert seen.steps.index.tolist()[: len(printed)] == printed
-    assert seen.gradients["norm"].tolist() == [float(step) for step in seen.steps.index]
-    assert len(seen.steps) <= len(printed) + 1
+def test_killed_processes_lose_no_acknowledged_step(tmp_path):
+    for kill in range(2):
+        assert stress.kill_one(tmp_path / str(kill), after=20 + 40 * kill, delay=0.001 * kill) is None
 
 
 @pytest.mark.parametrize("room", [0.0, 0.5], ids=["no byte more", "half a record more"])
@@ -246,7 +246,7 @@ def test_on_a_full_disk_training_goes_on_and_says_once_what_is_missing(tmp_path,
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with warnings.catch_warnings(record=True) as said, dx.watch(model, optimizer, out=sys.argv[1]) as w:
             warnings.simplefilter("always")
-            size = json.loads(Path(sys.argv[1], "trace.json").read_text())["record_bytes"]
+            size = trace.Layout(("weight", "bias"), ((1, 2), (1,))).record.itemsize
             limit = trace.HEADER + int((5 + float(sys.argv[2])) * size)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             for _ in range(12):
@@ -286,3 +286,154 @@ def test_a_disk_that_refuses_every_call_is_no_reason_to_stop(tmp_path, monkeypat
     assert len(said) == 1
     assert writer.read().steps["loss"].tolist() == [0, 1, 2, 3, 4]
     assert trace.read(tmp_path).steps["loss"].tolist() == [0, 1]
+
+
+OTHER = Layout(("0.weight", "head"), ((4, 3), (7,)))
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_parameters_may_change(tmp_path, on_disk):
+    writer = TraceWriter(Layout((), ()), tmp_path if on_disk else None)
+    writer.append(0, values_of(0), np.zeros((0, 6)))
+    writer.relayout(OTHER)  # no step comes of it
+    writer.relayout(LAYOUT)
+    fill(writer, [1, 2])
+    writer.relayout(Layout(LAYOUT.parameters, LAYOUT.shapes))  # the same
+    fill(writer, [3])
+    writer.relayout(OTHER)
+    writer.append(4, values_of(4), np.full((2, 6), 4.0))
+    writer.relayout(LAYOUT)
+    fill(writer, [5])
+    seen = writer.read()
+    writer.close()
+    assert seen.steps["loss"].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    names = {
+        1: LAYOUT.parameters,
+        2: LAYOUT.parameters,
+        3: LAYOUT.parameters,
+        4: OTHER.parameters,
+        5: LAYOUT.parameters,
+    }
+    assert seen.gradients.index.tolist() == [(step, name) for step, those in names.items() for name in those]
+    assert seen.gradients.loc[4, "norm"].tolist() == [4.0, 4.0]
+    np.testing.assert_array_equal(seen.gradients.loc[5].to_numpy()[:, :6], gradients_of(5))
+    assert seen.sizes == {"0.weight": 12, "0.bias": 4, "Gewicht ö": 1, "head": 7}
+    if on_disk:
+        names = ["trace.1.bin", "trace.2.bin", "trace.3.bin", "trace.bin", "trace.json"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_trace_that_starts_without_parameters_needs_no_second_file(tmp_path):
+    writer = TraceWriter(Layout((), ()), tmp_path)
+    writer.relayout(LAYOUT)
+    fill(writer, range(3))
+    writer.close()
+    assert trace.read(tmp_path).gradients.index.levels[1].tolist() == sorted(LAYOUT.parameters)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.bin", "trace.json"]
+
+
+def test_names_are_known_before_the_first_step(tmp_path):
+    writer = TraceWriter(LAYOUT, tmp_path)
+    assert trace.read(tmp_path).sizes == LAYOUT.sizes
+    writer.relayout(OTHER)
+    writer.append(0, values_of(0), np.full((2, 6), 4.0))
+    writer.close()
+    assert trace.read(tmp_path).gradients.index.tolist() == [(0, "0.weight"), (0, "head")]
+
+
+def test_a_reader_follows_what_is_being_written(tmp_path):
+    writer = TraceWriter(LAYOUT, tmp_path)
+    reader = Reader(tmp_path)
+    assert len(reader.update().steps) == 0
+    fill(writer, range(3))
+    assert reader.update().steps.index.tolist() == [0, 1, 2]
+    assert len(reader.update().steps) == 0
+    fill(writer, [3])
+    writer.relayout(OTHER)
+    writer.append(4, values_of(4), np.full((2, 6), 4.0))
+    writer.relayout(LAYOUT)
+    fill(writer, [5])
+    seen = reader.update()
+    assert seen.steps.index.tolist() == [3, 4, 5]
+    assert seen.gradients.loc[4].index.tolist() == list(OTHER.parameters)
+    fill(writer, [6])
+    writer.close()
+    assert reader.update().steps.index.tolist() == [6]
+
+
+def test_a_reader_takes_a_torn_record_when_it_is_whole(six, tmp_path):
+    folder, content = six
+    (tmp_path / "trace.json").write_bytes((folder / "trace.json").read_bytes())
+    reader = None
+    for length, steps, torn in [
+        (HEADER, [], 0),
+        (HEADER + 1, [], 1),
+        (HEADER + SIZE + 9, [0], 9),
+        (None, range(1, 6), 0),
+    ]:
+        (tmp_path / "trace.bin").write_bytes(content[:length])
+        reader = reader or Reader(tmp_path)
+        seen = reader.update()
+        assert (seen.steps.index.tolist(), seen.torn_bytes) == (list(steps), torn)
+
+
+def test_a_reader_reads_only_what_is_new(tmp_path, monkeypatch):
+    writer = TraceWriter(LAYOUT, tmp_path)
+    fill(writer, range(1000))
+    reader = Reader(tmp_path)
+    reader.update()
+    fill(writer, [1000])
+    checked = []
+    sound = trace._sound
+    monkeypatch.setattr(trace, "_sound", lambda record: checked.append(1) or sound(record))
+    assert reader.update().steps.index.tolist() == [1000]
+    assert len(checked) == 1
+
+
+@pytest.mark.parametrize("call", ["open", "replace"])
+def test_a_disk_that_has_no_room_for_another_segment_keeps_those_before_it(tmp_path, monkeypatch, call):
+    writer = TraceWriter(LAYOUT, tmp_path)
+    fill(writer, range(2))
+    writer.relayout(OTHER)
+    original = getattr(os, call)
+
+    def refuse(path, *arguments):
+        if "trace.bin" in str(path):
+            return original(path, *arguments)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="from step 2 on") as said:
+        patch.setattr(os, call, refuse)
+        for step in (2, 3):
+            writer.append(step, values_of(step), np.full((2, 6), 4.0))
+    assert len(said) == 1
+    assert writer.read().gradients.index.tolist()[-2:] == [(3, "0.weight"), (3, "head")]
+    stored = trace.read(tmp_path)
+    assert (stored.steps.index.tolist(), stored.missing_from, stored.torn_bytes) == ([0, 1], 2, 0)
+
+
+def test_tensorboard_is_asked_for_where_it_is_missing(five, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(DxdyError, match="pip install tensorboard"):
+        trace.read(five).to_tensorboard(five / "events")
+
+
+def test_tensorboard_gets_every_number_under_a_name(five, monkeypatch):
+    written = {}
+
+    class SummaryWriter(contextlib.nullcontext):
+        def add_scalar(self, name, value, step):
+            written[name, step] = value
+
+    def make(folder):
+        written["folder"] = folder
+        writer = SummaryWriter()
+        writer.enter_result = writer
+        return writer
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=make))
+    trace.read(five).to_tensorboard(five / "events")
+    assert written.pop("folder") == str(five / "events")
+    assert len(written) == 5 * (len(STEP_COLUMNS) + len(LAYOUT.parameters))
+    assert written["steps/loss", 3] == 3.0
+    assert written["norm/0.bias", 2] == gradients_of(2)[1, GRADIENT_COLUMNS.index("norm")]

@@ -1,19 +1,22 @@
 """What was observed, one fixed-size checksummed record a step: in memory, and on disk while it runs.
 
-``trace.json`` holds names and shapes. ``trace.bin`` opens with 16 bytes (a magic word, and the first step that could
-not be stored, or -1), then holds one record a step, appended by one write each: whatever ends the process, all that
-was written before can be read.
+``trace.bin`` opens with 16 bytes (a magic word, and the first step that could not be stored, or -1), then holds one
+record a step, appended by one write each: whatever ends the process, all that was written before can be read. Where
+the set of parameters changes, ``trace.1.bin`` goes on, and so forth; ``trace.json`` has the names and shapes of each
+of these segments, and is replaced as a whole before the first record of a new one.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +29,8 @@ from dxdy_nb.observe.statistics import COLUMNS as STATISTICS
 if TYPE_CHECKING:
     import pandas as pd
 
-MAGIC = b"dxdytrc1"
+VERSION = 2
+MAGIC = b"dxdytrc2"
 HEADER = len(MAGIC) + 8
 GRADIENT_COLUMNS = (*STATISTICS, "update_ratio")
 STEP_COLUMNS = (
@@ -41,7 +45,7 @@ STEP_COLUMNS = (
     "update_time",
     "memory",
 )
-HEAD = ("step", *STEP_COLUMNS, "skipped", "bad_count")
+HEAD = ("step", *STEP_COLUMNS, "skipped", "full", "bad_count")
 MAX_BAD_SAMPLES = 64  # ids kept a step; a step that goes wrong as a whole needs no more of them
 
 
@@ -74,20 +78,41 @@ class TraceWriter:
     """Keeps records in memory, or appends them to ``folder`` while there is room on its disk.
 
     When the disk refuses, one warning says so, training goes on, and what follows is kept in memory.
+
+    Parameters
+    ----------
+    layout : the parameters of the first records; it may be empty, and it may change (``relayout``)
+    folder : a run's folder, made where there is none; None keeps all in memory
+
+    Raises
+    ------
+    DxdyError
+        The folder cannot be written, or already holds a trace.
+
+    Examples
+    --------
+    >>> writer = TraceWriter(Layout((), ()), folder=None)
+    >>> writer.relayout(Layout(("weight",), ((2, 3),)))
+    >>> writer.append(0, dict.fromkeys(STEP_COLUMNS, 1.0), np.ones((1, 6)))
+    >>> writer.read().gradients.loc[(0, "weight"), "norm"]
+    np.float64(1.0)
     """
 
     def __init__(self, layout: Layout, folder: Path | None) -> None:
         self.layout = layout
         self.folder = folder
-        self._kept: list[bytes] = []
-        record = np.zeros(1, layout.record)  # filled anew at each step, and written as it lies
-        self._head, self._bad_samples, self._crc = record["head"][0], record["bad_samples"][0], record["crc"]
-        self._gradients, self._ratios = record["gradients"][0, :, :-1], record["gradients"][0, :, -1]
-        self._bytes = record.view(np.uint8).data
+        self._begun: Layout | None = None  # the layout of the records that are being written
+        self._on_disk: list[Layout] = []  # those of all segments
+        self._in_memory: list[_Kept] = []
         self._file: int | None = None
         if folder is not None:
-            self._file = _create(layout, folder)
+            self._on_disk = [layout] if layout.parameters else []
+            self._file = _create(folder, self._on_disk)
             self.folder = folder.absolute()  # the loop may go to another directory
+
+    def relayout(self, layout: Layout) -> None:
+        """Say that the records from here on are about other parameters."""
+        self.layout = layout
 
     def append(
         self,
@@ -98,34 +123,75 @@ class TraceWriter:
         *,
         skipped: bool = False,
         bad_samples: Sequence[int] = (),
+        full: bool = True,
     ) -> None:
-        """Store one step; the call returns when the operating system has it."""
-        self._head[:] = (step, *[values[name] for name in STEP_COLUMNS], skipped, len(bad_samples))
+        """Store one step; the call returns when the operating system has it.
+
+        Parameters
+        ----------
+        values : a number for each of ``STEP_COLUMNS``
+        gradients : shape (parameters, 6), in the order of ``statistics.COLUMNS``
+        update_ratios : shape (parameters,); None where they were not measured
+        skipped : whether no update followed
+        bad_samples : ids of the samples in a batch that went wrong
+        full : whether all statistics were measured
+        """
+        if self.layout != self._begun:
+            self._begin(step)
+        self._head[:] = (step, *[values[name] for name in STEP_COLUMNS], skipped, full, len(bad_samples))
         if bad_samples:
             self._bad_samples[: len(bad_samples)] = bad_samples[:MAX_BAD_SAMPLES]
         self._gradients[:] = gradients
         self._ratios[:] = np.nan if update_ratios is None else update_ratios
         self._crc[0] = zlib.crc32(self._bytes[:-4])
-        if self._file is None or not self._write(self._file, step):
-            self._kept.append(bytes(self._bytes))
+        if not self._write(step):
+            self._keep()
 
-    def _write(self, file: int, step: int) -> bool:
+    def _begin(self, step: int) -> None:
+        """Make the record that is filled anew at each step and written as it lies, and the file it goes to."""
+        ready = self._begun is None and self._on_disk == [self.layout]  # since the start
+        layout = self._begun = self.layout
+        record = np.zeros(1, layout.record)
+        self._head, self._bad_samples, self._crc = record["head"][0], record["bad_samples"][0], record["crc"]
+        self._gradients, self._ratios = record["gradients"][0, :, :-1], record["gradients"][0, :, -1]
+        self._bytes = record.view(np.uint8).data
+        if self._file is not None and not ready:
+            try:
+                self._open_segment(layout)
+            except OSError as error:
+                self._stop_writing(step, error.strerror or str(error))
+
+    def _open_segment(self, layout: Layout) -> None:
+        assert self.folder is not None
+        if self._on_disk:  # else no reader knows of parameters for the file that was made at the start
+            file = _open(self.folder / _file_name(len(self._on_disk)))
+            self.close()
+            self._file = file
+        self._on_disk.append(layout)
+        _describe(self.folder, self._on_disk)
+
+    def _write(self, step: int) -> bool:
+        if self._file is None:
+            return False
         try:
-            if os.write(file, self._bytes) == len(self._bytes):
+            if os.write(self._file, self._bytes) == len(self._bytes):
                 return True
             reason = "no space left"
         except OSError as error:
             reason = error.strerror or str(error)
-        self._stop_writing(file, step, reason)
+        with contextlib.suppress(OSError):  # a disk may refuse even that: a reader finds a torn record by itself
+            whole = (os.fstat(self._file).st_size - HEADER) // len(self._bytes)
+            os.ftruncate(self._file, HEADER + whole * len(self._bytes))
+        self._stop_writing(step, reason)
         return False
 
-    def _stop_writing(self, file: int, step: int, reason: str) -> None:
-        """Cut the torn record, note in the header (which needs no new space) what is missing, and say so once."""
-        with contextlib.suppress(OSError):  # a disk may refuse even that: a reader finds a torn record by itself
-            whole = (os.fstat(file).st_size - HEADER) // self.layout.record.itemsize
-            os.ftruncate(file, HEADER + whole * self.layout.record.itemsize)
+    def _stop_writing(self, step: int, reason: str) -> None:
+        """Note in the header (which needs no new space) what is missing, and say so once."""
+        assert self.folder is not None
         with contextlib.suppress(OSError):
-            os.pwrite(file, step.to_bytes(8, "little", signed=True), len(MAGIC))
+            first = os.open(self.folder / _file_name(0), os.O_WRONLY)
+            os.pwrite(first, step.to_bytes(8, "little", signed=True), len(MAGIC))
+            os.close(first)
         self.close()
         warnings.warn(
             f"{self.folder}/trace.bin: {reason}. Training goes on; from step {step} on the record is in memory only.",
@@ -133,17 +199,51 @@ class TraceWriter:
             stacklevel=2,
         )
 
+    def _keep(self) -> None:
+        assert self._begun is not None
+        if not self._in_memory or self._in_memory[-1].layout != self._begun:
+            self._in_memory.append(_Kept(self._begun))
+        self._in_memory[-1].append(self._bytes)
+
     def read(self) -> "Trace":
         """Return all that was stored so far."""
-        stored = read(self.folder) if self.folder is not None else Trace(self.layout, np.zeros(0, self.layout.record))
-        kept = np.frombuffer(b"".join(self._kept), self.layout.record)
-        return Trace(self.layout, np.concatenate([stored.records, kept]))
+        stored = Trace() if self.folder is None else read(self.folder)
+        return replace(stored, segments=(*stored.segments, *[kept.segment() for kept in self._in_memory]))
 
     def close(self) -> None:
         """Release the file; what is stored can still be read."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+class _Kept:
+    """The records of one layout in memory, in an array that doubles when it is full."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._count = 0
+        self._records = np.empty(16, layout.record)
+
+    def append(self, record: memoryview) -> None:
+        if self._count == len(self._records):
+            grown = np.empty(2 * self._count, self.layout.record)
+            grown[: self._count] = self._records
+            self._records = grown
+        start = self._count * len(record)
+        self._records.view(np.uint8).data[start : start + len(record)] = record
+        self._count += 1
+
+    def segment(self) -> "Segment":
+        return Segment(self.layout, self._records[: self._count])
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Records about one set of parameters."""
+
+    layout: Layout
+    records: NDArray[np.void]
 
 
 @dataclass(frozen=True)
@@ -154,37 +254,129 @@ class Trace:
     was cut from the end, where a process died in the middle of a write.
     """
 
-    layout: Layout
-    records: NDArray[np.void]
+    segments: tuple[Segment, ...] = ()
     missing_from: int | None = None
     torn_bytes: int = 0
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of elements of each parameter that there was."""
+        return {name: size for segment in self.segments for name, size in segment.layout.sizes.items()}
 
     @property
     def steps(self) -> "pd.DataFrame":
         """One row a step, times in seconds, memory in bytes, index ``step``."""
         import pandas as pd
 
-        head = self.records["head"]
+        head = self._column("head", len(HEAD), float)
         table = pd.DataFrame(head[:, 1 : 1 + len(STEP_COLUMNS)], columns=list(STEP_COLUMNS))
         table["effective_batch"] = table["effective_batch"].astype(int)
-        table["skipped"] = head[:, -2].astype(bool)
+        table["skipped"] = head[:, -3].astype(bool)
         counts = head[:, -1].astype(int)
-        table["bad_samples"] = [
-            ids[:count].tolist() for ids, count in zip(self.records["bad_samples"], counts, strict=True)
-        ]
+        ids = self._column("bad_samples", MAX_BAD_SAMPLES, int)
+        table["bad_samples"] = [row[:count].tolist() for row, count in zip(ids, counts, strict=True)]
+        table["full"] = head[:, -2].astype(bool)
         table.index = pd.Index(head[:, 0].astype(int), name="step")
         return table
 
+    def _column(self, name: str, width: int, kind: type) -> NDArray[Any]:
+        empty: NDArray[Any] = np.zeros((0, width), kind)
+        return np.concatenate([empty, *[segment.records[name] for segment in self.segments]])
+
     @property
     def gradients(self) -> "pd.DataFrame":
-        """One row for each step and parameter, index ``(step, parameter)``."""
+        """One row for each step and parameter that there was then, index ``(step, parameter)``."""
         import pandas as pd
 
-        index = pd.MultiIndex.from_product(
-            [self.records["head"][:, 0].astype(int), self.layout.parameters], names=["step", "parameter"]
-        )
-        flat = self.records["gradients"].reshape(-1, len(GRADIENT_COLUMNS))
-        return pd.DataFrame(flat, index=index, columns=list(GRADIENT_COLUMNS))
+        names = ["step", "parameter"]
+        tables = []
+        for segment in self.segments:
+            steps = segment.records["head"][:, 0].astype(int)
+            index = pd.MultiIndex.from_product([steps, segment.layout.parameters], names=names)
+            flat = segment.records["gradients"].reshape(-1, len(GRADIENT_COLUMNS))
+            tables.append(pd.DataFrame(flat, index=index, columns=list(GRADIENT_COLUMNS)))
+        filled = [table for table in tables if len(table)]
+        if not filled:
+            index = pd.MultiIndex.from_product([np.zeros(0, int), np.zeros(0, str)], names=names)
+            return pd.DataFrame(columns=list(GRADIENT_COLUMNS), index=index, dtype=float)
+        return pd.concat(filled) if len(filled) > 1 else filled[0]
+
+    def to_tensorboard(self, folder: str | Path) -> None:
+        """Write loss, times and so on of each step, and norm and update ratio of each parameter, for TensorBoard.
+
+        Raises
+        ------
+        DxdyError
+            The package ``tensorboard`` is not installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise DxdyError("to_tensorboard: needs the package tensorboard. Run `pip install tensorboard`.") from None
+        with SummaryWriter(str(folder)) as writer:
+            steps = self.steps
+            for name in STEP_COLUMNS:
+                for step, value in steps[name].items():
+                    writer.add_scalar(f"steps/{name}", value, step)
+            for segment in self.segments:
+                for record in segment.records:
+                    for parameter, row in zip(segment.layout.parameters, record["gradients"], strict=True):
+                        for name in ("norm", "update_ratio"):
+                            value = row[GRADIENT_COLUMNS.index(name)]
+                            if not math.isnan(value):
+                                writer.add_scalar(f"{name}/{parameter}", value, int(record["head"][0]))
+
+
+class Reader:
+    """Follows a trace that is still being written, perhaps by another process.
+
+    Raises
+    ------
+    DxdyError
+        There is no trace, or it is not one of ours.
+
+    Examples
+    --------
+    >>> writer = TraceWriter(Layout(("weight",), ((2, 3),)), tmp_path)
+    >>> reader = Reader(tmp_path)
+    >>> for step in range(3):
+    ...     writer.append(step, dict.fromkeys(STEP_COLUMNS, 1.0), np.ones((1, 6)))
+    >>> len(reader.update().steps), len(reader.update().steps)
+    (3, 0)
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._layouts: list[Layout] = []
+        self._described: tuple[int, ...] = ()  # what tells one version of trace.json from another
+        self._segment = 0  # the one that grows
+        self._position = HEADER  # where in its file that goes on which was not read yet
+        self._describe()
+
+    def update(self) -> Trace:
+        """Return what was written since the last call; only that is read."""
+        self._describe()
+        with _reading(self.folder / _file_name(0)) as (_, missing):
+            pass
+        segments, torn = [], 0
+        for number in range(self._segment, len(self._layouts)):
+            if number > self._segment:
+                self._segment, self._position = number, HEADER
+            records, rest = _records(self.folder / _file_name(number), self._position, self._layouts[number])
+            self._position += records.nbytes
+            torn += rest
+            segments.append(Segment(self._layouts[number], records))
+        return Trace(tuple(segments), None if missing < 0 else missing, torn)
+
+    def _describe(self) -> None:
+        path = self.folder / "trace.json"
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is {path.parent} a run's folder?") from None
+        described = found.st_ino, found.st_mtime_ns, found.st_size
+        if described != self._described:
+            self._layouts, self._described = _read_layouts(path), described
 
 
 def read(folder: str | Path) -> Trace:
@@ -195,75 +387,123 @@ def read(folder: str | Path) -> Trace:
     DxdyError
         There is no trace, or it is not one of ours.
     """
-    folder = Path(folder)
-    layout = _read_layout(folder)
+    return Reader(folder).update()
+
+
+def _file_name(segment: int) -> str:
+    return f"trace.{segment}.bin" if segment else "trace.bin"
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[tuple[BufferedReader, int]]:
+    """Give the file behind its header, and the first step that is missing (-1: none)."""
     try:
-        data = (folder / "trace.bin").read_bytes()
+        with open(path, "rb") as file:
+            header = file.read(HEADER)
+            if len(header) < HEADER or header[: len(MAGIC)] != MAGIC:
+                raise DxdyError(f"{path}: does not begin as a trace does. Is it another file, or damaged?")
+            yield file, int.from_bytes(header[len(MAGIC) :], "little", signed=True)
     except OSError as error:
-        raise DxdyError(f"{folder / 'trace.bin'}: cannot be read ({error.strerror}).") from None
-    if data[: len(MAGIC)] != MAGIC:
-        raise DxdyError(f"{folder / 'trace.bin'}: does not begin as a trace does. Is it another file, or damaged?")
-    missing = int.from_bytes(data[len(MAGIC) : HEADER], "little", signed=True)
-    body = memoryview(data)[HEADER:]
+        raise DxdyError(f"{path}: cannot be read ({error.strerror}).") from None
+
+
+def _records(path: Path, position: int, layout: Layout) -> tuple[NDArray[np.void], int]:
+    """Return the whole records of a file from a position on, and the number of bytes that follow them."""
+    with _reading(path) as (file, _):
+        file.seek(position)
+        data = memoryview(file.read())
     size = layout.record.itemsize
-    records = np.frombuffer(body[: len(body) // size * size], layout.record)
-    whole = _whole(records)
-    if whole < len(records):  # a torn write leaves less than a record
+    count = len(data) // size
+    whole = 0  # records from the start with a right checksum
+    while whole < count and _sound(data[whole * size : (whole + 1) * size]):
+        whole += 1
+    if whole < count:  # a torn write leaves less than a record
         warnings.warn(
-            f"{folder / 'trace.bin'}: damaged. Of its {len(records)} records only the first {whole} can be trusted.",
+            f"{path}: damaged. Of its {count} records only the first {whole} can be trusted.",
             RuntimeWarning,
             stacklevel=2,
         )
-    return Trace(layout, records[:whole], None if missing < 0 else missing, len(body) - whole * size)
+    return np.frombuffer(data[: whole * size], layout.record), len(data) - whole * size
 
 
-def _whole(records: NDArray[np.void]) -> int:
-    """Return how many records from the start carry a right checksum: a tail that does not was torn by a crash."""
-    for place, record in enumerate(records):
-        if zlib.crc32(record.tobytes()[:-4]) != int(record["crc"]):
-            return place
-    return len(records)
+def _sound(record: memoryview) -> bool:
+    return zlib.crc32(record[:-4]) == int.from_bytes(record[-4:], "little")
 
 
-def _create(layout: Layout, folder: Path) -> int:
-    description = {
-        "version": 1,
-        "parameters": [{"name": n, "shape": s} for n, s in zip(layout.parameters, layout.shapes, strict=True)],
-        "step_columns": STEP_COLUMNS,
-        "gradient_columns": GRADIENT_COLUMNS,
-        "record_bytes": layout.record.itemsize,
-    }
+def _create(folder: Path, layouts: Sequence[Layout]) -> int:
+    """Make the folder with a trace without records, and return the file of its first segment."""
     file = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any((folder / name).exists() for name in ("trace.bin", "trace.json")):
             raise DxdyError(f"{folder}: already holds a trace. Give another folder; nothing recorded is overwritten.")
-        # Not O_APPEND: under it Linux would append what is meant for the header.
-        file = os.open(folder / "trace.bin", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        os.write(file, MAGIC + (-1).to_bytes(8, "little", signed=True))
-        (folder / "trace.json").write_text(json.dumps(description, indent=1) + "\n")
+        file = _open(folder / _file_name(0))
+        _describe(folder, layouts)
     except (OSError, ValueError) as error:  # a ValueError: a path with a zero byte
         if file is not None:  # nothing is recorded yet: leave the folder as it was, for another try
             os.close(file)
-            for name in ("trace.bin", "trace.json"):
-                (folder / name).unlink(missing_ok=True)
+            (folder / _file_name(0)).unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or error
         raise DxdyError(f"{folder}: cannot be written ({reason}). Give a folder that can, as out=.") from None
     return file
 
 
-def _read_layout(folder: Path) -> Layout:
-    path = folder / "trace.json"
+def _open(path: Path) -> int:
+    """Make a segment's file without a record."""
+    # Not O_APPEND: under it Linux would append what is meant for the header.
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        described: dict[str, Any] = json.loads(path.read_text())
-        names = tuple(entry["name"] for entry in described["parameters"])
-        layout = Layout(names, tuple(tuple(entry["shape"]) for entry in described["parameters"]))
-        if described["record_bytes"] != layout.record.itemsize:
-            raise DxdyError(
-                f"{path}: written by another version of this package (records of {described['record_bytes']} bytes)."
-            )
+        header = MAGIC + (-1).to_bytes(8, "little", signed=True)
+        if os.write(file, header) < len(header):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.close(file)
+        path.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def _describe(folder: Path, layouts: Sequence[Layout]) -> None:
+    """Replace ``trace.json``: a reader sees the old or the new one."""
+    description = {
+        "version": VERSION,
+        "step_columns": STEP_COLUMNS,
+        "gradient_columns": GRADIENT_COLUMNS,
+        "segments": [
+            {
+                "file": _file_name(number),
+                "record_bytes": layout.record.itemsize,
+                "parameters": [{"name": n, "shape": s} for n, s in zip(layout.parameters, layout.shapes, strict=True)],
+            }
+            for number, layout in enumerate(layouts)
+        ],
+    }
+    temporary = folder / f".trace.json.{os.getpid()}"
+    try:
+        temporary.write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, folder / "trace.json")
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _read_layouts(path: Path) -> list[Layout]:
+    try:
+        described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        version = described["version"]
+        if version != VERSION:
+            raise DxdyError(f"{path}: written in version {version} of this format; here version {VERSION} is read.")
+        layouts = []
+        for segment in described["segments"]:
+            named = segment["parameters"]
+            layout = Layout(tuple(p["name"] for p in named), tuple(tuple(p["shape"]) for p in named))
+            if segment["record_bytes"] != layout.record.itemsize:
+                raise DxdyError(
+                    f"{path}: written by another version of this package (records of {segment['record_bytes']} bytes)."
+                )
+            layouts.append(layout)
     except OSError as error:
-        raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is {folder} a run's folder?") from None
+        raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is {path.parent} a run's folder?") from None
     except (ValueError, KeyError, TypeError):
         raise DxdyError(f"{path}: does not describe a trace. Is it damaged?") from None
-    return layout
+    return layouts

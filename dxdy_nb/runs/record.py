@@ -96,7 +96,7 @@ class Run:
     @property
     def sizes(self) -> dict[str, int]:
         """The number of elements of each parameter."""
-        return self.trace.layout.sizes
+        return self.trace.sizes
 
     @property
     def validation(self) -> "pd.DataFrame":
