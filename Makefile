@@ -26,7 +26,7 @@ run: .venv/.installed
 
 test: lint notebooks-check unit nbval
 
-test-all: lint notebooks-check nbval
+test-all: lint notebooks-check nbval .venv/.installed-peers
 	$(PYTEST)
 
 lint: .venv/.installed-test
@@ -63,6 +63,10 @@ bench: .venv/.installed-test
 
 .venv/.installed-test: .venv/.installed
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	@touch $@
+
+.venv/.installed-peers: .venv/.installed-test
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[test,peers]"
 	@touch $@
 
 clean:
