@@ -28,7 +28,7 @@ run: .venv/.installed
 
 test: lint notebooks-check unit nbval
 
-test-all: lint notebooks-check nbval stress
+test-all: lint notebooks-check nbval stress .venv/.installed-peers
 	$(PYTEST)
 
 lint: .venv/.installed-test
@@ -68,6 +68,10 @@ bench: .venv/.installed-test
 
 .venv/.installed-test: .venv/.installed
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	@touch $@
+
+.venv/.installed-peers: .venv/.installed-test
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[test,peers]"
 	@touch $@
 
 clean:

@@ -54,7 +54,36 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--all", action="store_true", help="every lesson, one after another")
     run.add_argument("--out", type=Path, help="the run's folder (default runs/<id>/ under the current directory)")
     run.add_argument("--json", action="store_true", help="print the results as JSON")
+
+    watch = _command(
+        commands,
+        "watch",
+        _watch,
+        "run a training script unchanged, record it, and tell what was seen; options after the script are its own",
+        "dxdy watch --steps 100 train.py --lr 0.1",
+    )
+    watch.add_argument("--steps", type=_count, metavar="N", help="end it after N optimizer steps")
+    watch.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default runs/<id>/)")
+    watch.add_argument("--json", type=Path, metavar="FILE", help="write the summary as JSON, too")
+    rest = argparse.REMAINDER
+    watch.add_argument("-m", dest="module", nargs=rest, metavar="MODULE", help="a module instead of a script")
+    watch.add_argument("script", nargs=rest, metavar="SCRIPT ...", help="the script and its arguments")
+
+    replay = _command(
+        commands,
+        "replay",
+        _replay,
+        "run the recorded steps that went wrong again, bit for bit",
+        "dxdy replay runs/20261130-120000-train-1f2e",
+    )
+    replay.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def _port(text: str) -> int:
@@ -122,6 +151,28 @@ def _run(options: argparse.Namespace) -> int:
     if refused or any(one.bad_input for one in done):
         return BAD_INPUT
     return FINE if all(one.status == "completed" for one in done) else PROBLEM
+
+
+def _watch(options: argparse.Namespace) -> int:
+    from dxdy_nb.observe.script import Script
+    from dxdy_nb.runs import script
+
+    given = options.script[1:] if options.script[:1] == ["--"] else options.script
+    name, *arguments = options.module or given or [""]
+    if not name:
+        raise DxdyError("watch: name a script, like train.py, or a module after -m.")
+    return script.watch(
+        Script(name, tuple(arguments), is_module=options.module is not None),
+        out=options.out,
+        steps=options.steps,
+        json_file=options.json,
+    )
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from dxdy_nb.runs import script
+
+    return script.replay(options.run)
 
 
 def _table(done: "Sequence[lessons.LessonRun]") -> str:

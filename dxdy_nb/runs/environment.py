@@ -31,13 +31,18 @@ def describe(model: torch.nn.Module | None = None, data: Any = None) -> dict[str
         "model": class_name(model),
         "data": class_name(data),
         "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "gpus": [_gpu(i) for i in range(torch.cuda.device_count())],
         "threads": torch.get_num_threads(),
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
     }
+
+
+def _gpu(number: int) -> str:
+    """Return a GPU's name; to ask for it would take a GPU into use, and a program that forks later would break."""
+    return torch.cuda.get_device_name(number) if torch.cuda.is_initialized() else "not in use yet"
 
 
 def uncommitted_diff() -> str:

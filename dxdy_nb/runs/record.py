@@ -5,7 +5,6 @@ import errno
 import json
 import math
 import os
-import secrets
 import socket
 import time
 import warnings
@@ -23,6 +22,9 @@ from dxdy_nb.config import RunConfig
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.observe import trace
 from dxdy_nb.runs import environment
+from dxdy_nb.runs.folder import FILES as FILES
+from dxdy_nb.runs.folder import held, not_writable
+from dxdy_nb.runs.folder import new_folder as new_folder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +33,6 @@ STATUSES = (
     *("running", "completed", "diverged", "failed"),
     *("out_of_memory", "timed_out", "interrupted", "killed"),
 )
-FILES = ("config.yaml", "environment.json", "diff.patch", "result.json", "trace.json", "trace.bin", "notebook.ipynb")
 LESSON_FOLDER = "DXDY_RUN_FOLDER"  # the environment variable by which a lesson's kernel knows where its record is
 
 
@@ -141,11 +142,11 @@ class Recorder:
             with open(self.path, "x", encoding="utf-8") as file:  # of two that ask for one folder, one gets it
                 file.write(_json(self.result))
         except FileExistsError:
-            raise _held(folder, self.path.name) from None
+            raise held(folder, self.path.name) from None
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.path.unlink()
-            raise _not_writable(folder, error) from None
+            raise not_writable(folder, error) from None
 
     def write(self, **facts: Any) -> None:
         """Store what is known. A disk that is full is no reason to end a run: it is told once."""
@@ -186,38 +187,6 @@ class Recorder:
             raise
 
 
-def new_folder(name: str, out: str | Path | None = None) -> Path:
-    """Make and return a run's folder: ``out``, or ``runs/<id>/`` under the current directory.
-
-    Raises
-    ------
-    DxdyError
-        The folder cannot be made, or already holds a run (or a file that would be overwritten).
-    """
-    if out is None:
-        out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = [name for name in FILES if (folder / name).exists()]
-    except (OSError, ValueError) as error:  # a ValueError: a path with a zero byte
-        raise _not_writable(folder, error) from None
-    if held:
-        raise _held(folder, *held)
-    return folder
-
-
-def _held(folder: Path, *names: str) -> DxdyError:
-    return DxdyError(
-        f"{folder}: already holds a run ({', '.join(names)}). Give another folder; nothing is overwritten."
-    )
-
-
-def _not_writable(folder: Path, error: Exception) -> DxdyError:
-    reason = getattr(error, "strerror", None) or error
-    return DxdyError(f"{folder}: cannot be written ({reason}). Give a folder that can be.")
-
-
 def write_environment(folder: Path, model: torch.nn.Module | None = None, data: Any = None) -> None:
     """Write ``environment.json`` and, where there are uncommitted changes, ``diff.patch``.
 
@@ -232,7 +201,7 @@ def write_environment(folder: Path, model: torch.nn.Module | None = None, data: 
         if diff:
             write_text(folder / "diff.patch", diff)
     except OSError as error:
-        raise _not_writable(folder, error) from None
+        raise not_writable(folder, error) from None
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

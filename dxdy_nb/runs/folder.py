@@ -1,0 +1,43 @@
+"""A run's folder: made for one run, and never for a second one. Nothing here imports torch."""
+
+import secrets
+import time
+from pathlib import Path
+
+from dxdy_nb.errors import DxdyError
+
+FILES = ("config.yaml", "environment.json", "diff.patch", "result.json", "trace.json", "trace.bin", "notebook.ipynb")
+
+
+def new_folder(name: str, out: str | Path | None = None) -> Path:
+    """Make and return a run's folder: ``out``, or ``runs/<id>/`` under the current directory.
+
+    Raises
+    ------
+    DxdyError
+        The folder cannot be made, or already holds a run (or a file that would be overwritten).
+    """
+    if out is None:
+        out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = [name for name in FILES if (folder / name).exists()]
+    except (OSError, ValueError) as error:  # a ValueError: a path with a zero byte
+        raise not_writable(folder, error) from None
+    if taken:
+        raise held(folder, *taken)
+    return folder
+
+
+def held(folder: Path, *names: str) -> DxdyError:
+    """Return the error that a folder holds a run already."""
+    return DxdyError(
+        f"{folder}: already holds a run ({', '.join(names)}). Give another folder; nothing is overwritten."
+    )
+
+
+def not_writable(folder: Path, error: Exception) -> DxdyError:
+    """Return the error that a folder cannot be written."""
+    reason = getattr(error, "strerror", None) or error
+    return DxdyError(f"{folder}: cannot be written ({reason}). Give a folder that can be.")
