@@ -44,3 +44,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Give a notebook the magic ``%%watch``: called by ``%load_ext dxdy_nb``."""
+    from dxdy_nb.lesson import magics
+
+    magics.load(shell)
+
+
+def unload_ipython_extension(shell: Any) -> None:
+    """Take ``%%watch`` away again: called by ``%unload_ext dxdy_nb`` and ``%reload_ext dxdy_nb``."""
+    from dxdy_nb.lesson import magics
+
+    magics.unload(shell)

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,19 +23,39 @@ from dxdy_nb.runs import lessons
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 WAIT = 120_000  # milliseconds: the machine may be busy
 LIVE = """
-import time, torch, dxdy_nb as dx
+import json, os, time, ipywidgets, torch, dxdy_nb as dx
 model = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+slider = ipywidgets.IntSlider(0, 0, 9, description="hundredths")
+used, ends = [], []
+def note():
+    with open("notes.new", "w") as file:
+        json.dump({"used": used, "ends": ends[-1000:]}, file)
+    os.replace("notes.new", "notes.json")
 def steps():
-    for step in range(20000):
-        optimizer.zero_grad()
-        loss = (model(torch.randn(16, 8)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        time.sleep(0.01)
-        yield step
+    try:
+        for step in range(20000):
+            if used[-1:] != [slider.value]:
+                used.append(slider.value)
+                note()
+            optimizer.param_groups[0]["lr"] = 0.01 * used[-1]
+            optimizer.zero_grad()
+            loss = (model(torch.randn(16, 8)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            time.sleep(0.01)
+            ends.append(time.time())
+            yield step
+    finally:
+        note()
 with dx.watch(model, optimizer) as w:
-    last = await dx.live(w).run(steps())
+    last = await dx.live(w, slider).run(steps())
+"""
+STEPS = """
+import torch, dxdy_nb as dx
+w = torch.tensor(3.0, requires_grad=True)
+loss = (w * 2 + 1) ** 2
+dx.graph(loss).steps().slider()
 """
 
 
@@ -60,9 +80,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     root = tmp_path_factory.mktemp("workbook")
     notebooks = root / "notebooks"
     shutil.copytree(lessons.NOTEBOOKS, notebooks, ignore=shutil.ignore_patterns("runs", "src", ".ipynb_checkpoints"))
-    live = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LIVE), nbformat.v4.new_code_cell("print(last)")])
-    live.metadata = nbformat.read(notebooks / "00_start_here.ipynb", as_version=4).metadata
-    nbformat.write(live, notebooks / "live.ipynb")
+    metadata = nbformat.read(notebooks / "00_start_here.ipynb", as_version=4).metadata
+    for name, cells in (("live", [LIVE, "print(last)"]), ("steps", [STEPS])):
+        new = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells], metadata=metadata)
+        nbformat.write(new, notebooks / f"{name}.ipynb")
     program = "import pathlib, sys; from dxdy_nb.runs import lessons; from dxdy_nb.cli import main; "
     program += f"lessons.NOTEBOOKS = pathlib.Path({str(notebooks)!r}); "
     program += "sys.exit(main(['lab', '--no-browser', '--port', '18888']))"
@@ -107,12 +128,15 @@ def browser() -> Iterator[Browser]:
         yield playwright.chromium.launch(executable_path=chromium, args=FLAGS)
 
 
-def open_notebook(browser: Browser, lab: Lab, name: str) -> Page:
+def open_notebook(browser: Browser, lab: Lab, name: str, kernel: bool = True) -> Page:
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     page.set_default_timeout(WAIT)
+    if not kernel:
+        page.route("**/api/sessions*", lambda route: route.abort())
     page.goto(f"{lab.address}/lab/workspaces/{name[:2]}/tree/notebooks/{name}?reset&token={lab.token}")
     page.locator(".jp-NotebookPanel .jp-Notebook").wait_for()
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()  # cells that run before it would ask for a kernel
+    if kernel:  # cells that run before it is there would ask for one
+        page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
     return page
 
 
@@ -131,28 +155,68 @@ def test_only_who_has_the_token_comes_in(lab: Lab) -> None:
     assert "/login" in led_to
 
 
+def until(page: Page, found: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT / 1000
+    while not found():
+        assert time.monotonic() < deadline, what
+        page.wait_for_timeout(50)
+
+
 @pytest.mark.browser
-def test_a_live_view_moves_stops_and_leaves_a_picture(lab: Lab, browser: Browser) -> None:
+def test_a_live_view_moves_hears_its_slider_stops_and_leaves_a_picture(lab: Lab, browser: Browser) -> None:
+    notebooks = lab.root / "notebooks"
     page = open_notebook(browser, lab, "live.ipynb")
     assert page.get_by_text("Would you like to get notified").count() == 0, "no question before the first lesson"
     run_all(page)
     picture = page.locator(".jp-OutputArea img").first
     picture.wait_for()
-    seen = {picture.get_attribute("src")}
-    deadline = time.monotonic() + 60
-    while len(seen) < 4 and time.monotonic() < deadline:
-        seen.add(picture.get_attribute("src"))
-        page.wait_for_timeout(100)
-    assert len(seen) >= 4, "the picture must move while the cell runs"
+    seen = set()
+    until(page, lambda: len(seen.add(picture.get_attribute("src")) or seen) >= 3, "the picture must move while it runs")
+
+    def notes() -> dict:
+        return json.loads((notebooks / "notes.json").read_text())
+
+    handle = page.locator(".jp-OutputArea .widget-slider .noUi-handle").first
+    for value in range(1, 6):
+        handle.press("ArrowRight")
+        until(page, lambda value=value: notes()["used"][-1] == value, f"the loop must use the slider's value {value}")
+    assert notes()["used"] == [0, 1, 2, 3, 4, 5]
+
+    page.evaluate("() => { document.addEventListener('click', () => { window.clicked = Date.now() / 1000 }, true) }")
     page.get_by_role("button", name="Stop").last.click()
     page.locator(".jp-OutputArea-output pre").last.wait_for()
     assert int(page.locator(".jp-OutputArea-output pre").last.inner_text()) < 19999
+    # A step takes at least 10 ms, so a hundred are a second; on a busy machine both become longer together.
+    clicked = page.evaluate("() => window.clicked")
+    assert sum(end > clicked for end in notes()["ends"]) <= 100
+
     page.keyboard.press("Control+s")
-    stored = lab.root / "notebooks" / "live.ipynb"
-    while "image/png" not in stored.read_text():
-        page.wait_for_timeout(200)
+    stored = notebooks / "live.ipynb"
+    until(page, lambda: "image/png" in stored.read_text(), "the picture must be saved")
     outputs = json.loads(stored.read_text())["cells"][0]["outputs"]
     assert [list(output["data"]) for output in outputs] == [["image/png", "text/plain"]]
+    page.close()
+    page = open_notebook(browser, lab, "live.ipynb", kernel=False)
+    width = page.locator(".jp-OutputArea img[src^='data:image/png']").evaluate("picture => picture.naturalWidth")
+    assert width == 810
+    page.close()
+
+
+@pytest.mark.browser
+def test_the_slider_over_the_steps_of_a_graph_turns_the_page(lab: Lab, browser: Browser) -> None:
+    page = open_notebook(browser, lab, "steps.ipynb")
+    run_all(page)
+    picture = page.locator(".jp-OutputArea img").first
+    picture.wait_for()
+    handle = page.locator(".jp-OutputArea .widget-slider .noUi-handle").first
+    words = page.locator(".jp-OutputArea .widget-html-content").first
+    seen = [(picture.get_attribute("src"), words.inner_text())]
+    for _ in range(3):
+        handle.press("ArrowRight")
+        until(page, lambda: picture.get_attribute("src") != seen[-1][0], "the picture must change with the slider")
+        seen.append((picture.get_attribute("src"), words.inner_text()))
+    assert len({text for _, text in seen}) == 4
+    assert picture.evaluate("picture => picture.naturalWidth") > 100
     page.close()
 
 

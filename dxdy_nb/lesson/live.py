@@ -10,23 +10,77 @@ from typing import Any, TypeVar
 
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.lesson import plots
+from dxdy_nb.lesson.bins import Bins, Record, binned
 from dxdy_nb.runs.environment import in_live_notebook
 
 T = TypeVar("T")
-SHARE = 0.1  # of the time may go into drawing
-FIRST_WAIT = 0.3  # seconds between drawings at least: nobody follows more than three pictures a second
+SHARE = 0.05  # of training time may go into the view
+EARLY = 4  # pictures that a run may have whatever its length, the last one among them
+FIRST = 1.0  # seconds of training before the first of them
 PUMP_EVERY = 0.03  # seconds of training between two looks at the front end's messages
+TURNS = 8  # of the event loop a look: a message takes several
+clock = time.perf_counter
 
 
-def live(record: plots.Record) -> "LiveView":
+def live(record: Record, *controls: Any) -> "LiveView":
     """Return a view of a watched loop (or of a run); ``await view.run(steps)`` in a cell drives the loop and draws.
+
+    Parameters
+    ----------
+    record : what ``dx.watch`` gives, or a run
+    controls : widgets of your own, shown above the picture; the loop reads ``slider.value`` at each step
+
+    Raises
+    ------
+    DxdyError
+        A control that is no widget.
+
+    Notes
+    -----
+    Sliders and the Stop button act between two steps, because the cell awaits: with ipykernel 7.4 in JupyterLab 4.6
+    this is tested in a browser. What is known not to work there: a cell that trains without ``await`` (a press
+    arrives when the cell has ended), and ``jupyter_ui_poll`` (likewise). ipykernel 7.1 to 7.3 hand presses to another
+    thread, and to an awaiting cell none at all when JupyterLab's setting "comms over subshells" is off. A loop in a
+    thread of its own hears every press, but torch is up to twenty times slower there until
+    ``torch.set_num_threads(1)`` was called inside that thread.
 
     Examples
     --------
-    >>> view = live(w)  # doctest: +SKIP
-    >>> await view.run(steps())  # doctest: +SKIP
+    >>> slider = ipywidgets.FloatLogSlider(0.1, min=-4, max=0, description="lr")  # doctest: +SKIP
+    >>> def steps():  # doctest: +SKIP
+    ...     for x, y in loader:
+    ...         optimizer.param_groups[0]["lr"] = slider.value
+    ...         train_step(x, y)
+    ...         yield
+    >>> with dx.watch() as w:  # doctest: +SKIP
+    ...     await live(w, slider).run(steps())
     """
-    return LiveView(record)
+    for control in controls:
+        if not hasattr(control, "model_id"):
+            raise DxdyError(
+                f"live: expected widgets as controls, got {type(control).__name__}. Give ipywidgets, for example "
+                "ipywidgets.FloatSlider(0.1, description='lr'), and read their .value in the loop."
+            )
+    return LiveView(record, controls)
+
+
+def due(trained: float, spent: float, cost: float, drawn_at: float) -> bool:
+    """Return whether a picture that takes ``cost`` seconds is due after ``trained`` seconds of training.
+
+    All that the view has ``spent`` since the first step, this picture and the last one of the run have to stay
+    within 5 % of training time. A run too short for that is shown too: in four pictures at most, each when training
+    has lasted twice as long as at the one before (``drawn_at``). They are made up for: no other follows before all
+    of them are within the 5 %.
+
+    Examples
+    --------
+    >>> due(trained=10.0, spent=0.3, cost=0.1, drawn_at=8.0), due(trained=9.9, spent=0.3, cost=0.1, drawn_at=8.0)
+    (True, False)
+    >>> due(trained=2.0, spent=0.2, cost=0.1, drawn_at=1.0), due(trained=1.9, spent=0.2, cost=0.1, drawn_at=1.0)
+    (True, False)
+    """
+    at_the_end = spent + 2 * cost
+    return at_the_end <= SHARE * trained or (trained >= 2 * drawn_at and at_the_end <= EARLY * cost)
 
 
 class LiveView:
@@ -36,8 +90,9 @@ class LiveView:
     (papermill, nbval, a script): the steps run to the end, and one picture is left.
     """
 
-    def __init__(self, record: plots.Record) -> None:
+    def __init__(self, record: Record, controls: tuple[Any, ...] = ()) -> None:
         self.record = record
+        self.controls = controls
         self.stopped = False
 
     async def run(self, steps: Iterable[T]) -> T | None:
@@ -49,31 +104,40 @@ class LiveView:
             raise DxdyError(f"live: expected steps to go through, got {type(steps).__name__}. Call it: run(steps()).")
         if getattr(self.record, "active", True) is False:
             raise DxdyError("live: the watch is not running. Await it inside the block: with dx.watch(...) as w: ...")
-        last: T | None = None
+        self.stopped = False
         with contextlib.ExitStack() as closing:
             if isinstance(steps, Iterator) and hasattr(steps, "close"):
                 closing.callback(steps.close)
-            if not in_live_notebook():
-                closing.callback(self._leave_picture)
-                for last in steps:  # noqa: B007 - it is returned
-                    pass
-                return last
-            panel = closing.enter_context(_panel(self))
-            closing.enter_context(_messages_while_running())
-            drawn = pumped = time.monotonic()
-            cost = 0.0
+            if in_live_notebook():
+                return await self._follow(steps, closing)
+            closing.callback(self._leave_picture)
+            last: T | None = None
             for last in steps:  # noqa: B007 - it is returned
-                now = time.monotonic()
-                if now - drawn >= max(FIRST_WAIT, cost / SHARE):
-                    panel.draw(self.record)
-                    drawn = time.monotonic()
-                    cost = drawn - now
-                if now - pumped >= PUMP_EVERY:
-                    for _ in range(4):  # one message takes several turns of the event loop
-                        await asyncio.sleep(0.001)
-                    pumped = time.monotonic()
-                if self.stopped:
-                    break
+                pass
+            return last
+
+    async def _follow(self, steps: Iterable[T], closing: contextlib.ExitStack) -> T | None:
+        last: T | None = None
+        began = clock()
+        panel = closing.enter_context(_panel(self))
+        closing.enter_context(_messages_while_running())
+        pumped = resumed = clock()
+        trained, spent, drawn_at = 0.0, 0.0, FIRST / 2
+        cost = resumed - began  # of the empty picture, until there is a better guess
+        for last in steps:  # noqa: B007 - it is returned
+            now = clock()
+            trained += now - resumed
+            if due(trained, spent, cost, drawn_at):
+                panel.draw()
+                cost, drawn_at = clock() - now, trained
+            if now - pumped >= PUMP_EVERY:
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
+                pumped = clock()
+            if self.stopped:
+                break
+            resumed = clock()
+            spent += resumed - now
         return last
 
     def _leave_picture(self) -> None:
@@ -87,20 +151,41 @@ class _Panel:
     def __init__(self, view: LiveView) -> None:
         import ipywidgets
 
-        self.figure, _ = plots.new_figure("the run begins", 9.0, 5.4)
-        self.image = ipywidgets.Image(format="png", value=plots.png(self.figure))
+        self.record = view.record
+        self.bins: Bins | None = None
+        self.figure = plots.empty_training()
+        self.image = ipywidgets.Image(format="png", value=plots.png(self.figure, compress_level=1))
         self.stop = ipywidgets.Button(description="Stop", icon="stop", tooltip="End the run after this step")
         self.stop.on_click(lambda _: setattr(view, "stopped", True))
-        self.box = ipywidgets.VBox([self.stop, self.image])
+        self.box = ipywidgets.VBox([*view.controls, self.stop, self.image])
 
-    def draw(self, record: plots.Record) -> None:
-        if len(record.steps):
-            self.image.value = plots.png(plots.training(record, self.figure), compress_level=1)
+    def read(self) -> Bins | None:
+        """Read what is new in the record: to read all of a long run would take longer than to draw it."""
+        record = self.record
+        if self.bins is not None and hasattr(record, "since"):
+            new = record.since(self.bins.last + 1)
+            self.bins = binned(new, before=self.bins) if len(new.steps) else self.bins
+        elif len(record.steps):
+            self.bins = binned(record)
+        return self.bins
+
+    def draw(self) -> None:
+        bins = self.read()
+        if bins is not None:
+            self.image.value = plots.png(plots.training(bins, self.figure), compress_level=1)
+
+    def leave_picture(self, handle: Any) -> None:
+        """Put a plain picture in the panel's place: a saved notebook keeps no widgets."""
+        bins = self.read()
+        if bins is not None:
+            handle.update(plots.bundle(plots.training(bins, self.figure)), raw=True)
+        for widget in (self.box, self.stop, self.image):
+            widget.close()
 
 
 @contextlib.contextmanager
 def _panel(view: LiveView) -> Iterator[_Panel]:
-    """Show the panel, and put a plain picture in its place at the end: a saved notebook keeps no widgets."""
+    """Show the panel, and leave a picture at the end."""
     from IPython.display import display
 
     panel = _Panel(view)
@@ -108,10 +193,7 @@ def _panel(view: LiveView) -> Iterator[_Panel]:
     try:
         yield panel
     finally:
-        if len(view.record.steps):
-            handle.update(plots.bundle(plots.training(view.record)), raw=True)
-        for widget in (panel.box, panel.stop, panel.image):
-            widget.close()
+        panel.leave_picture(handle)
 
 
 @contextlib.contextmanager

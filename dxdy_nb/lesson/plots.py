@@ -7,17 +7,24 @@ that a notebook check compares. It holds no digits, so another machine's last di
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+from PIL import Image
+
+from dxdy_nb.lesson.bins import PHASES, Bins, Record, binned, layer_norms, layers
 
 if TYPE_CHECKING:
     import pandas as pd
 
 # Okabe and Ito's palette: told apart by readers with any common form of colour blindness.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+GREY = "0.8"
+# What a panel can hold: rows of a heat map, boxes one above the other, lines that can be told apart.
+MOST_ROWS, MOST_BOXES, MOST_LINES = 24, 24, 7
 
 
 def new_figure(
@@ -47,9 +54,11 @@ def _dress(axes: Any) -> Any:
 
 def png(figure: Figure, compress_level: int = 6) -> bytes:
     """Return a figure as PNG bytes, the same for the same figure; level 1 is fast and large."""
+    figure.canvas.draw()  # savefig would draw it twice
+    width, height = figure.canvas.get_width_height()
+    pixels = Image.frombuffer("RGBA", (width, height), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1)  # type: ignore[attr-defined]
     buffer = io.BytesIO()
-    metadata = {"Software": None}  # the version would change the bytes
-    figure.savefig(buffer, format="png", metadata=metadata, pil_kwargs={"compress_level": compress_level})
+    pixels.convert("RGB").save(buffer, "PNG", compress_level=compress_level)
     return buffer.getvalue()
 
 
@@ -97,41 +106,121 @@ def curves(
     return figure
 
 
-class Record(Protocol):
-    """What a figure of training reads: a watched loop and a run both have it."""
+def loss(record: Record | Bins) -> Figure:
+    """Return the loss over the steps; a vertical line marks a step whose loss is not finite.
 
-    @property
-    def steps(self) -> "pd.DataFrame":
-        """One row a step."""
+    Of a long record each bin shows its smallest and its largest value, so that a spike of one step stays visible.
 
-    @property
-    def gradients(self) -> "pd.DataFrame":
-        """One row a step and parameter."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """The number of elements of each parameter."""
+    Examples
+    --------
+    >>> loss(w)  # doctest: +SKIP
+    """
+    figure, axes = new_figure("the loss over the steps", 7.0, 3.2)
+    _line(axes[0, 0], binned(record), "loss", "loss")
+    return _finished(figure)
 
 
-def training(record: Record, figure: Figure | None = None) -> Figure:
-    """Return loss, gradient norm, every parameter's gradient size and update ratios over the steps of a record.
+def gradient_norms(record: Record | Bins) -> Figure:
+    """Return the gradient norm of each layer over the steps, before clipping.
+
+    Lines are parameters while a palette tells them apart, else modules; of a long record each bin shows its largest
+    value. Grey is the norm of all gradients together.
+
+    Examples
+    --------
+    >>> gradient_norms(w)  # doctest: +SKIP
+    """
+    figure, axes = new_figure("the gradient norm of each layer over the steps", 7.0, 3.6)
+    bins, ax = binned(record), axes[0, 0]
+    norms, _ = layer_norms(bins, MOST_LINES)
+    ax.plot(bins.high.index, bins.high["grad_norm"], color=GREY, linewidth=4, label="all together")
+    for place, name in enumerate(norms.columns):
+        ax.plot(norms.index, norms[name].where(norms[name] > 0), label=name, linewidth=1.2, linestyle=_dash(place))
+    ax.set(xlabel=_steps_of(bins), ylabel="gradient norm", yscale="log")
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return _finished(figure)
+
+
+def heat_map(record: Record | Bins) -> Figure:
+    """Return layer × step: the root mean square of each layer's gradient, on a logarithmic scale.
+
+    Rows are parameters, or modules where there are many. White is no gradient, which is not the same as zero; orange
+    is a gradient with values that are not finite.
+
+    Examples
+    --------
+    >>> heat_map(w)  # doctest: +SKIP
+    """
+    bins = binned(record)
+    rows = min(len(layers(bins.norms, MOST_ROWS)), 2 * MOST_ROWS)
+    figure, axes = new_figure("gradient size by layer over the steps", 8.0, 1.2 + 0.2 * rows, columns=2)
+    sizes, key = axes[0]
+    sizes.get_gridspec().set_width_ratios((40, 1))
+    if rows:
+        _heat_map(sizes, key, bins, 2 * MOST_ROWS)
+    return _finished(figure)
+
+
+def update_ratios(record: Record) -> Figure:
+    """Return the distribution of |update| / |weight| over the sampled steps, a box for each layer.
+
+    A box spans the middle half of the steps, its whiskers 90 %, dots are the others. Grey is the decade around
+    1e-3: a rule of thumb of the CS231n notes, no threshold.
+
+    Examples
+    --------
+    >>> update_ratios(w)  # doctest: +SKIP
+    """
+    table = record.gradients["update_ratio"].unstack("parameter", sort=False)
+    found = layers(table, MOST_BOXES)
+    figure, axes = new_figure("the distribution of update ratios by layer", 7.0, 1.2 + 0.22 * len(found))
+    ax = axes[0, 0]
+    values = [table[names].to_numpy(dtype=float).ravel() for names in found.values()]
+    values = [of_layer[np.isfinite(of_layer) & (of_layer > 0)] for of_layer in values]
+    ax.axvspan(10**-3.5, 10**-2.5, color="0.9")
+    style = {"medianprops": {"color": PALETTE[1]}, "flierprops": {"marker": ".", "markersize": 3}, "widths": 0.6}
+    if found:
+        ax.boxplot(values, orientation="horizontal", whis=(5, 95), tick_labels=list(found), **style)
+    ax.set(xlabel="|update| / |weight|", xscale="log")
+    ax.tick_params("y", labelsize=8)
+    ax.invert_yaxis()  # the first layer stands on top, as in the heat map
+    return _finished(figure)
+
+
+def phases(record: Record | Bins) -> Figure:
+    """Return where the time of a step goes, stacked: data, forward, backward, update, and what is left of it.
+
+    Of a long record each bin shows its mean.
+
+    Examples
+    --------
+    >>> phases(w)  # doctest: +SKIP
+    """
+    figure, axes = new_figure("the time of each phase over the steps", 7.0, 3.2)
+    _phases(axes[0, 0], binned(record))
+    figure.legend(loc="outside right upper", frameon=False, reverse=True)
+    return _finished(figure)
+
+
+def training(record: Record | Bins, figure: Figure | None = None) -> Figure:
+    """Return loss, gradient norm, phase times, gradient size by layer and update ratios over the steps of a record.
 
     Parameters
     ----------
     record : a watched loop or a run
-    figure : draw into this one instead of a new one; what it showed before is removed
+    figure : one that this function or ``empty_training`` returned, to draw into; what it showed is removed
     """
-    alt = "loss, gradient norm, gradient size by parameter and update ratio over the steps"
-    figure, axes = _panels(figure, alt)
-    steps, gradients = record.steps, record.gradients
-    _line(axes[0, 0], steps.index, steps["loss"], "loss")
-    _line(axes[0, 1], steps.index, steps["grad_norm"], "gradient norm")
-    if len(gradients):
-        _heat_map(figure, axes[1, 0], root_mean_square(gradients["norm"], record.sizes))
-        _update_ratios(axes[1, 1], gradients["update_ratio"])
-    for ax in figure.axes:
-        ax.minorticks_off()  # on log axes they cost more than everything else, and nobody reads them
-    return figure
+    bins = binned(record)
+    figure = _emptied(figure) if figure else empty_training()
+    lines, norms, times, sizes, key, ratios = figure.axes
+    _line(lines, bins, "loss", "loss")
+    _line(norms, bins, "grad_norm", "gradient norm")
+    _phases(times, bins)
+    times.legend(fontsize=6, frameon=False, loc="upper right", ncols=2, reverse=True)
+    if len(bins.norms.columns):
+        _heat_map(sizes, key, bins, MOST_ROWS)
+        _ratio_lines(ratios, bins)
+    return _finished(figure)
 
 
 def root_mean_square(norms: "pd.Series[float]", sizes: Mapping[str, int]) -> "pd.DataFrame":
@@ -140,55 +229,152 @@ def root_mean_square(norms: "pd.Series[float]", sizes: Mapping[str, int]) -> "pd
     A norm grows with a tensor's size; the root mean square does not, so it compares tensors of any size.
     """
     table = norms.unstack("parameter", sort=False)
-    return table.div(np.sqrt([sizes[str(name)] for name in table.columns]), axis="columns")
+    return _root_mean_square(table, sizes)
 
 
-def _panels(figure: Figure | None, alt: str) -> tuple[Figure, Any]:
-    if figure is None:
-        return new_figure(alt, 9.0, 5.4, 2, 2)
+def _root_mean_square(norms: "pd.DataFrame", sizes: Mapping[str, int]) -> "pd.DataFrame":
+    return norms.div(np.sqrt([sizes[str(name)] for name in norms.columns]), axis="columns")
+
+
+def empty_training() -> Figure:
+    """Return a picture of training before its first step: three panels above, two and a colour key below.
+
+    Their places are fixed: to find the best layout costs as much as to draw.
+    """
+    alt = "loss, gradient norm, gradient size by parameter and update ratio over the steps"
+    figure, _ = new_figure(alt, 9.0, 5.4)
     figure.clear()
-    figure.set_layout_engine("none")  # to find the best layout costs as much as to draw: a live view does without
-    room = {"left": 0.1, "right": 0.98, "bottom": 0.09, "top": 0.97, "wspace": 0.42, "hspace": 0.3}
-    return figure, _dress(figure.subplots(2, 2, gridspec_kw=room))
+    figure.set_layout_engine("none")
+    above = [(left, 0.59, 0.245, 0.38) for left in (0.075, 0.41, 0.74)]
+    below = [(0.145, 0.09, 0.29, 0.39), (0.445, 0.09, 0.012, 0.39), (0.625, 0.09, 0.36, 0.39)]
+    _dress(np.array([figure.add_axes(place) for place in (*above, *below)]))
+    return figure
 
 
-def _line(ax: Any, x: Any, y: Any, label: str) -> None:
-    values = np.asarray(y, dtype=float)
-    finite = np.isfinite(values)
-    ax.plot(x, values, linewidth=1.2)
-    ax.set(xlabel="step", ylabel=label)
-    if finite.any() and values[finite].min() > 0 and values[finite].max() > 10 * values[finite].min():
-        ax.set_yscale("log")  # within one decade a log axis would have no number on it
-    for step in np.asarray(x)[~finite]:
-        ax.axvline(step, color=PALETTE[1], linewidth=0.8)  # a non-finite value is a place, not a gap
+def _emptied(figure: Figure) -> Figure:
+    """Return a figure without what its axes show: to make axes and ticks anew would take half the time."""
+    for ax in figure.axes:
+        for artist in (*ax.lines, *ax.patches, *ax.collections, *ax.images, *ax.texts, ax.get_legend()):
+            if artist is not None:
+                artist.remove()
+        ax.relim()
+        ax.autoscale()
+        ax.set_prop_cycle(color=PALETTE)
+    return figure
 
 
-def _heat_map(figure: Figure, ax: Any, rms: "pd.DataFrame") -> None:
+def _finished(figure: Figure) -> Figure:
+    for ax in figure.axes:
+        ax.minorticks_off()  # on log axes they cost more than everything else, and nobody reads them
+    return figure
+
+
+def _steps_of(bins: Bins) -> str:
+    return "step" if bins.width == 1 else f"step (in bins of {bins.width})"
+
+
+def _dash(place: int) -> str:
+    """Return a line style: who cannot tell neighbouring colours apart sees dashes."""
+    return ("-", "--", "-.", ":")[place % 4]
+
+
+def _scale(ax: Any, scale: str) -> None:
+    if ax.get_yscale() != scale:
+        ax.set_yscale(scale)
+
+
+def _line(ax: Any, bins: Bins, column: str, label: str) -> None:
+    low, high = bins.low[column].to_numpy(dtype=float), bins.high[column].to_numpy(dtype=float)
+    ax.plot(bins.high.index, high, linewidth=1.2)
+    if bins.width > 1:
+        ax.fill_between(bins.high.index, low, high, linewidth=0)
+    ax.set(xlabel=_steps_of(bins), ylabel=label)
+    if np.isfinite(low).any() and np.nanmin(low) > 0 and np.nanmax(high) > 10 * np.nanmin(low):
+        _scale(ax, "log")
+    else:
+        _scale(ax, "linear")  # within one decade a log axis would have no number on it
+    spoilt = bins.spoilt.index[bins.spoilt[column] > 0]
+    # A non-finite value is a place, not a gap.
+    ax.vlines(spoilt, 0, 1, transform=ax.get_xaxis_transform(), color=PALETTE[1], linewidth=0.8)
+
+
+def _phases(ax: Any, bins: Bins) -> None:
+    names = [*PHASES, "other"]
+    mean = bins.seconds[names].div(bins.seconds["steps"], axis="index")
+    usual = mean.sum(axis="columns").quantile(0.98) if len(mean) else 0.0
+    factor, unit = (1, "seconds") if usual >= 1 else (1000, "milliseconds")
+    colours = [PALETTE[4], PALETTE[0], PALETTE[2], PALETTE[3], GREY]
+    # Steps and not slopes between them: the mean of a bin holds for the whole bin.
+    ax.stackplot(mean.index, factor * mean.to_numpy().T, labels=names, colors=colours, step="post", linewidth=0)
+    if usual > 0:
+        ax.set_ylim(0, 1.4 * factor * usual)  # one slow step, often the first, would press all others flat
+    ax.set(xlabel=_steps_of(bins), ylabel=f"{unit} a step")
+
+
+def _heat_map(ax: Any, key: Any, bins: Bins, most_names: int) -> None:
+    norms, sizes = layer_norms(bins, MOST_ROWS)
+    if len(bins.bad):  # a place for each bin: what was not measured there is what was measured last
+        places = np.arange(bins.bad.index[0], bins.bad.index[-1] + 1, bins.width)
+    else:
+        places = np.zeros(0, dtype=int)
+    rms = _root_mean_square(norms, sizes).reindex(places, method="ffill")
+    spots = bins.bad.reindex(places, fill_value=0.0)
+    bad = np.column_stack([spots[names].max(axis="columns") for names in layers(spots, MOST_ROWS).values()]) > 0
     values = rms.to_numpy(dtype=float).T
     values = np.log10(values, out=np.full_like(values, np.nan), where=np.isfinite(values) & (values > 0))
-    image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
-    ax.set_yticks(range(len(rms.columns)), list(rms.columns), fontsize=7)
-    places = np.unique(np.linspace(0, len(rms.index) - 1, 5).astype(int))
-    ax.set_xticks(places, list(rms.index[places]))
-    ax.set_xlabel("step")
+    ends = (rms.index[0] - 0.5, rms.index[0] + len(rms) * bins.width - 0.5) if len(rms) else (0, 1)
+    extent = (*ends, len(rms.columns) - 0.5, -0.5)
+    image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis", extent=extent)
+    if bad.any():
+        pixels = np.where(bad.T[..., None], to_rgba(PALETTE[1]), (0.0, 0.0, 0.0, 0.0))
+        ax.imshow(pixels, aspect="auto", interpolation="nearest", extent=extent)
+    shown = np.unique(np.linspace(0, len(rms.columns) - 1, min(most_names, len(rms.columns))).astype(int))
+    ax.set_yticks(shown, [_short(str(rms.columns[row])) for row in shown], fontsize=7 if len(shown) <= 14 else 5)
+    ax.set_xlabel(_steps_of(bins))
     ax.grid(visible=False)
     for row, name in enumerate(rms.columns):  # a row without a colour says why: None and zero are different findings
-        word = "no gradient" if rms[name].isna().all() else "zero" if (rms[name] == 0).all() else ""
+        known = rms[name].dropna()
+        word = "zero" if len(known) else "no gradient"
+        if (known > 0).any() or bad[:, row].any():
+            word = ""
         ax.text(0.5, row, word, transform=ax.get_yaxis_transform(), ha="center", va="center", fontsize=7)
-    figure.colorbar(image, ax=ax, label="log₁₀ RMS gradient")
+    low, high = image.get_clim()
+    _colour_key(key, low, high, "log₁₀ RMS gradient")
 
 
-def _update_ratios(ax: Any, ratios: "pd.Series[float]") -> None:
-    """Draw |update| / |weight| where it was sampled.
+def _colour_key(ax: Any, low: float | None, high: float | None, label: str) -> None:
+    """Draw which colour stands for which value; a colour bar of matplotlib's takes ten times as long."""
+    low, high = (low, high) if low is not None and high is not None else (0.0, 1.0)
+    margin = 0.5 * (high == low)
+    ax.imshow(np.linspace(1, 0, 64)[:, None], aspect="auto", cmap="viridis", extent=(0, 1, low - margin, high + margin))
+    ax.set(xticks=[], ylabel=label)
+    ax.yaxis.tick_right()
+    ax.yaxis.set_label_position("right")
+    ax.grid(visible=False)
+
+
+def _short(name: str, most: int = 22) -> str:
+    return name if len(name) <= most else "…" + name[1 - most :]
+
+
+def _ratio_lines(ax: Any, bins: Bins) -> None:
+    """Draw |update| / |weight| where it was sampled: a line a layer, or, of many, the median and how far they spread.
 
     Grey is the decade around 1e-3: a rule of thumb of the CS231n notes, no threshold.
     """
-    table = ratios.unstack("parameter", sort=False).dropna(how="all")
+    table = bins.ratios.dropna(how="all")
+    table = table.where(table > 0)
     ax.axhspan(10**-3.5, 10**-2.5, color="0.9")
-    for name in table.columns:
-        values = table[name].to_numpy(dtype=float)
-        label = name if (values > 0).any() else "_"  # matplotlib lists no name that begins so: this one never moved
-        ax.plot(table.index, np.where(values > 0, values, np.nan), linewidth=1, marker=".", label=label)
-    ax.set(xlabel="step", ylabel="|update| / |weight|", yscale="log")
-    if len(table.columns) <= 12 and ax.get_legend_handles_labels()[1]:
+    if len(table.columns) <= 12:
+        for name in table.columns:
+            label = name if table[name].notna().any() else "_"  # a name that begins so is not listed: it never moved
+            ax.plot(table.index, table[name], linewidth=1, marker=".", markersize=4, label=label)
+    else:
+        spread = table.quantile([0.05, 0.25, 0.5, 0.75, 0.95], axis="columns").T
+        ax.fill_between(spread.index, spread[0.05], spread[0.95], color=PALETTE[0], alpha=0.2, label="90 % of tensors")
+        ax.fill_between(spread.index, spread[0.25], spread[0.75], color=PALETTE[0], alpha=0.3, label="50 %")
+        ax.plot(spread.index, spread[0.5], color=PALETTE[0], linewidth=1.2, label="median")
+    ax.set(xlabel=_steps_of(bins), ylabel="|update| / |weight|")
+    _scale(ax, "log")
+    if ax.get_legend_handles_labels()[1]:
         ax.legend(fontsize=6, frameon=False, ncols=2)
