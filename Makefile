@@ -16,9 +16,9 @@ KILLS ?= 20
 PYTEST := $(PY) -m pytest -q
 
 # Several threads gain nothing on nets as small as these, and on a busy machine they cost up to ten times the time.
-lab run test test-all unit stress notebooks nbval bench: export OMP_NUM_THREADS ?= 1
+lab run test test-all unit stress notebooks nbval bench bench-watch: export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab run test test-all lint unit stress notebooks notebooks-check nbval bench clean
+.PHONY: lab run test test-all lint unit stress notebooks notebooks-check nbval bench bench-watch clean
 
 lab: .venv/.installed
 	$(BIN)/dxdy lab $(ARGS)
@@ -56,6 +56,10 @@ nbval: .venv/.installed-test
 bench: .venv/.installed-test
 	$(PY) benchmarks/loop.py
 
+# What watching costs, beside TensorBoard and wandb, which only this needs: 10 minutes.
+bench-watch: .venv-bench/.installed
+	.venv-bench/bin/python benchmarks/watch.py $(ARGS)
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed, as $(PYTHON). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
@@ -74,5 +78,10 @@ bench: .venv/.installed-test
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[test,peers]"
 	@touch $@
 
+.venv-bench/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-bench
+	.venv-bench/bin/python -m pip install --quiet --constraint constraints.txt --editable . tensorboard wandb
+	@touch $@
+
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dxdy_nb.egg-info
+	rm -rf .venv .venv-bench .mypy_cache .pytest_cache .ruff_cache build dxdy_nb.egg-info

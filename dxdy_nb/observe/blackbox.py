@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -207,7 +208,8 @@ class BlackBox:
         fetched = self._counts != (self._steps[-1].fetched if self._steps else {})
         groups = {name: snapshot.hyperparameters(optimizer) for name, optimizer in optimizers.items()}
         begin = _Step(step, dict(self._counts), groups)
-        self._objects = models, optimizers, scalers
+        # Weakly: what the loop lets go of must go.
+        self._objects = WeakValueDictionary(models), WeakValueDictionary(optimizers), WeakValueDictionary(scalers)
         known = tuple(tuple(kind) for kind in self._objects)
         new = self._snapshot is not None and known != self._snapshot.known
         if new:

@@ -1,110 +1,220 @@
-"""Statistics of many gradients in one pass of numpy, on one thread.
+"""Statistics of many gradients, close to one read of memory and on one thread; and how often they are worth taking.
 
-Measured on CPUs, within a training step: what costs is neither the data nor the arithmetic but calling many small
-operations whose code the step has pushed out of the cache. So the tensors are joined in memory that is kept, and
-each statistic is one call for all of them; only large tensors are read on their own, in blocks that stay in cache.
+Measured on CPUs, within a training step: half of the cost is reading, half is calling operations whose code the step
+has pushed out of the cache. So a large tensor is read in blocks that stay in a core's own cache while a few plain
+reductions go over them, small tensors are joined and reduced together, and nothing is allocated on the way.
 
 An ``isfinite`` over the data would cost more than all the rest. Any NaN or infinity poisons the sums, so those few
 numbers are tested instead, and values are counted only where a sum is out of range.
 """
 
-import contextvars
-import functools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dxdy_nb.errors import DxdyError
+from dxdy_nb.observe import accelerator
+
 Values = NDArray[np.floating]
 Rows = NDArray[np.float64]
 
 # The order of the numbers in a row; `observe.trace` stores rows as they are.
 COLUMNS = ("mean", "max", "min", "norm", "nonzero", "nonfinite")
-BLOCK = 65536  # elements: 256 kB of float32, which stays in a core's own cache
-UNTHREADED = 8192  # elements: OpenBLAS shares a dot product among threads from 10,000 on
+BLOCK = 131072  # elements: 512 kB of float32, half of a core's own cache
+SMALL, FEW = 10_000, 8  # elements: below, joining costs less than calling; for so few tensors it does not
+# Each row of so many elements has a sum of its own, for two reasons: a float32 sum keeps its digits, and a BLAS that
+# shares a dot product among threads (OpenBLAS above 10,000 elements) makes the training wait for the monitor.
+ROW = 2048
+ONES: dict[np.dtype[Any], Values] = {np.dtype(kind): np.ones(ROW, kind) for kind in (np.float32, np.float64)}
 # Sums of float32 squares between these are right to more digits than float32 has; outside they may have lost some.
 TINY, HUGE = 1e-24, 1e36
 FLOAT32 = np.dtype(np.float32)
 
 
-class Statistics:
-    """Describes the same tensors again and again; what it needs besides them is made once and kept.
+class Measured:
+    """The statistics of some tensors: a row for each, in the order of ``COLUMNS``.
+
+    Those of tensors on an accelerator arrive later: ``ready`` tells whether they have, and reading ``rows`` waits.
+    """
+
+    def __init__(self, rows: Rows, pending: Sequence[accelerator.Pending]) -> None:
+        self._rows, self._pending = rows, pending
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading ``rows`` would not wait."""
+        return all(part.ready for part in self._pending)
+
+    @property
+    def rows(self) -> Rows:
+        """The numbers, float64, of shape (tensors, 6)."""
+        for part in self._pending:
+            self._rows[part.places] = part.rows()
+        self._pending = ()
+        return self._rows
+
+
+class Statistics(threading.local):
+    """Measures tensors again and again; its working memory is kept, one for each thread.
 
     Examples
     --------
-    >>> rows = Statistics().describe([torch.tensor([3.0, 0.0, -4.0]), None])
+    >>> rows = Statistics().measure([torch.tensor([3.0, 0.0, -4.0]), None]).rows
     >>> rows[0].round(3).tolist()
     [-0.333, 3.0, -4.0, 5.0, 0.667, 0.0]
     """
 
     def __init__(self) -> None:
-        self._sizes: tuple[int, ...] = ()
-        # A context in which numpy is silent about overflow; to enter `np.errstate` at each step would cost more.
-        self._quiet = contextvars.copy_context()
-        self._quiet.run(np.seterr, all="ignore")
+        self._joined = np.empty(BLOCK, np.float32)
+        self._mask = np.empty(BLOCK, bool)
 
-    def describe(self, tensors: Sequence[Tensor | None]) -> Rows:
+    def measure(self, tensors: Sequence[Tensor | None]) -> Measured:
         """Return mean, max, min, L2 norm, share of non-zero and count of non-finite values, a row for each tensor.
 
-        A missing tensor is a row of NaN, not of zeros. A sparse tensor counts as the dense one it stands for. Complex
-        values count as pairs of real ones.
+        A missing tensor is a row of NaN, not of zeros. A sparse tensor counts as the dense one it stands for, a
+        sharded one (DTensor) as the part that lies on this rank. Complex values count as pairs of real ones.
         """
-        apart: dict[int, Rows] = {}
-        joined: dict[int, Values] = {}
-        for place, tensor in enumerate(tensors):
-            if tensor is None:
-                continue
-            values, size = flat(tensor)
-            if 0 < values.size == size <= BLOCK and values.dtype is FLOAT32:
-                joined[place] = values
-            else:
-                apart[place] = _row(values, size)
-        if len(joined) == len(tensors) > 0:  # the usual case for small nets, and the one where every call counts
-            return self._rows(list(joined.values()))
-        rows = np.full((len(tensors), len(COLUMNS)), np.nan)
-        if joined:
-            rows[list(joined)] = self._rows(list(joined.values()))
-        for place, row in apart.items():
-            rows[place] = row
-        return rows
+        rows, small, large, pending = _sort(tensors)
+        with np.errstate(all="ignore"):
+            for places, arrays in _groups(small):
+                rows[places] = self._rows(arrays)
+            for place, (values, size) in large.items():
+                rows[place] = self._row(values, size)
+        return Measured(rows, pending)
 
-    def _rows(self, arrays: list[Values]) -> Rows:
-        sizes = tuple([a.size for a in arrays])
-        if sizes != self._sizes:
-            self._make_room(sizes)
-        rows = self._quiet.copy().run(self._reduce, arrays)  # two threads cannot be in one context
-        squares = rows[:, 3].tolist()
-        rows /= self._divisors
-        np.sqrt(rows[:, 3], out=rows[:, 3])
-        for place, total in enumerate(squares):
-            if not TINY < total < HUGE:
-                _put_right(rows[place], arrays[place], sizes[place])
-        return rows
+    def glance(self, tensors: Sequence[Tensor | None]) -> Measured:
+        """Return the norm and the count of non-finite values only, at about one read; the rest is NaN.
 
-    def _reduce(self, arrays: list[Values]) -> Rows:
-        """Return sum, max, min, sum of squares, and number of non-zero values of each array."""
-        joined, starts = self._joined, self._starts
+        They are those of ``measure``, to the last bit. On an accelerator a glance is as dear as all, so it gives all.
+
+        Examples
+        --------
+        >>> Statistics().glance([torch.tensor([3.0, 0.0, -4.0])]).rows.tolist()
+        [[nan, nan, nan, 5.0, nan, 0.0]]
+        """
+        rows, small, large, pending = _sort(tensors)
+        with np.errstate(all="ignore"):
+            for place, values in small.items():
+                rows[place, 3:6:2] = _norm(values, sum(_squares(values)))
+            for place, (values, _) in large.items():
+                rows[place, 3:6:2] = _norm(values, sum([s for block in _blocks(values) for s in _squares(block)]))
+        return Measured(rows, pending)
+
+    def describe(self, tensors: Sequence[Tensor | None]) -> Rows:
+        """Return the rows of ``measure``."""
+        return self.measure(tensors).rows
+
+    def _row(self, values: Values, size: int) -> Sequence[float]:
+        """Return the row of one array, block by block; ``size`` exceeds its length for a sparse tensor."""
+        if size == 0:
+            return math.nan, math.nan, math.nan, 0.0, math.nan, 0.0
+        squares: list[float] = []
+        totals: list[float] = []
+        highs, lows = ([], []) if values.size == size else ([0.0], [0.0])
+        nonzero, ones = 0, ONES[values.dtype]
+        for block in _blocks(values):
+            squares += _squares(block)
+            totals += _totals(block, ones)
+            mask = np.not_equal(block, 0, self._mask[: block.size])
+            nonzero += int(np.count_nonzero(mask))  # ten times as fast as to count the values themselves
+            highs.append(np.maximum.reduce(block).item())
+            lows.append(np.minimum.reduce(block).item())
+        mean, square, nonfinite = sum(totals) / size, sum(squares), 0
+        norm = math.sqrt(square)
+        if not TINY < square < HUGE and nonzero:
+            mean, norm, nonfinite = _exactly(values, size)
+        high, low = (math.nan, math.nan) if math.isnan(norm) else (max(highs), min(lows))
+        return mean, high, low, norm, nonzero / size, nonfinite
+
+    def _rows(self, arrays: Sequence[Values]) -> Rows:
+        """Return the rows of small arrays that together fit into a block."""
+        squares = [float(np.dot(a, a)) for a in arrays]  # as `_squares` does
+        sizes = np.array([a.size for a in arrays])
+        ends = np.add.accumulate(sizes)
+        starts = ends - sizes
+        joined = np.concatenate(arrays, out=self._joined[: ends[-1]])
+        mask = np.not_equal(joined, 0, self._mask[: ends[-1]])
         rows = np.zeros((len(arrays), len(COLUMNS)))
-        np.concatenate(arrays, out=joined)
-        rows[:, 0] = np.add.reduceat(joined, starts)
+        rows[:, 0] = np.add.reduceat(joined, starts) / sizes
         rows[:, 1] = np.maximum.reduceat(joined, starts)
         rows[:, 2] = np.minimum.reduceat(joined, starts)
-        np.multiply(joined, joined, out=self._squares)
-        rows[:, 3] = np.add.reduceat(self._squares, starts)
-        np.not_equal(joined, 0, out=self._nonzero)
-        rows[:, 4] = [np.count_nonzero(piece) for piece in self._nonzero_pieces]
+        rows[:, 3] = np.sqrt(squares)
+        rows[:, 4] = 1 if mask.all() else np.add.reduceat(mask.view(np.uint8), starts, dtype=np.uint32) / sizes
+        for place, square in enumerate(squares):
+            if not TINY < square < HUGE and rows[place, 4]:
+                rows[place, [0, 3, 5]] = _exactly(arrays[place], arrays[place].size)
         return rows
 
-    def _make_room(self, sizes: tuple[int, ...]) -> None:
-        self._sizes, self._starts = sizes, np.cumsum((0, *sizes[:-1]))
-        self._joined, self._squares = np.empty((2, sum(sizes)), np.float32)
-        self._nonzero = np.empty(sum(sizes), bool)
-        self._nonzero_pieces = np.split(self._nonzero, self._starts[1:])
-        self._divisors = np.ones((len(sizes), len(COLUMNS)))
-        self._divisors[:, 0] = self._divisors[:, 4] = sizes
+
+class Budget:
+    """Decides at which steps full statistics are taken, so that the monitor keeps within its share of a step's time.
+
+    A leaky bucket. Each step fills in its share of seconds and takes out what the monitor spent, and the bucket holds
+    nothing beyond the moment: what a step leaves over is lost, unless there is a debt to pay. A step without debt is
+    measured in full, which may bring the next debt. A step that is not full pays what it leaves over, and is never
+    blamed for costing more: a glance is not refused. So over any stretch of steps::
+
+        monitor <= share * steps' time + one full row + what glances cost beyond the share
+
+    Beside that the first 3 steps are full, and free, since what is new is slow; and when 100 steps have passed
+    without one, the next is full. Whoever takes a full row that was not asked for (because of an anomaly) says so to
+    ``spent``, and it counts.
+
+    Parameters
+    ----------
+    share : the monitor's part of a step's time, above 0 and at most 1; None measures every step in full
+
+    Raises
+    ------
+    DxdyError
+        A share that is none.
+
+    Examples
+    --------
+    A step takes 100 ms, a full row 12 ms and a glance 1 ms; 3 % of the time is allowed:
+
+    >>> budget, taken = Budget(0.03), []
+    >>> for step in range(20):
+    ...     full = budget.full(step)
+    ...     budget.spent(0.012 if full else 0.001, 0.1, full)
+    ...     taken += [step] if full else []
+    >>> taken
+    [0, 1, 2, 3, 9, 15]
+    """
+
+    FIRST, EVERY = 3, 100  # steps
+
+    def __init__(self, share: float | None) -> None:
+        if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
+            raise DxdyError(
+                f"budget: expected the monitor's share of a step's time, above 0 and at most 1, got {share!r}. "
+                "0.03 allows 3 %; None measures every step in full."
+            )
+        self.share = share
+        self._step = self._last_full = 0
+        self._debt = 0.0  # seconds
+
+    def full(self, step: int) -> bool:
+        """Return whether this step is to be measured in full."""
+        self._step = step
+        unasked = self.share is None or step < self.FIRST or step - self._last_full > self.EVERY
+        return unasked or self._debt <= 0
+
+    def spent(self, monitor_seconds: float, step_seconds: float, full: bool) -> None:
+        """Count the step just asked for: the monitor's seconds, those of the whole step, and whether it was full."""
+        if full:
+            self._last_full = self._step
+        if self.share is None or self._step < self.FIRST:
+            return
+        left = self.share * step_seconds - monitor_seconds
+        if full or left > 0:
+            self._debt = max(0.0, self._debt - left)
 
 
 def total_norm(rows: Rows) -> float:
@@ -128,28 +238,30 @@ def update_ratios(before: Sequence[Tensor], after: Sequence[Tensor]) -> NDArray[
     >>> update_ratios([torch.tensor([3.0, 4.0])], [torch.tensor([3.0, 4.5])]).tolist()
     [0.1]
     """
-    return np.array([_update_ratio(flat(b)[0], flat(a)[0]) for a, b in zip(after, before, strict=True)])
+    return np.array([_update_ratio(old, new) for old, new in zip(before, after, strict=True)])
 
 
-def _update_ratio(before: Values, after: Values) -> float:
+def _update_ratio(before: Tensor, after: Tensor) -> float:
+    if before.stride() != after.stride():  # else both are read in the same order
+        before, after = before.contiguous(), after.contiguous()
+    old, new = flat(before)[0], flat(after)[0]
     change = size = 0.0
     with np.errstate(all="ignore"):
-        for start in range(0, before.size, BLOCK):
-            old = before[start : start + BLOCK].astype(np.float64)  # float32 squares of small updates would vanish
-            new = after[start : start + BLOCK] - old
-            change, size = change + _dot(new, new), size + _dot(old, old)
+        for was, now in zip(_blocks(old), _blocks(new), strict=True):
+            was = was.astype(np.float64)  # float32 squares of small updates would vanish
+            step = now - was
+            change, size = change + sum(_squares(step)), size + sum(_squares(was))
     return math.sqrt(change / size) if size > 0 and change >= 0 else math.nan
 
 
 def flat(tensor: Tensor) -> tuple[Values, int]:
-    """Return a tensor's values as a flat array, without copying where that is possible, and its number of elements."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.dtype is torch.float32 and tensor.layout is torch.strided and tensor.is_cpu:
-        if tensor.is_contiguous():  # nearly always
-            return tensor.numpy().reshape(-1), tensor.numel()
-        if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-            return tensor.permute(0, 2, 3, 1).numpy().reshape(-1), tensor.numel()  # in the order in which they lie
+    """Return a tensor's values as a flat array, without copying where that is possible, and its number of elements.
+
+    The values stand in the order in which they lie in memory.
+    """
+    tensor = tensor.detach()
+    if hasattr(tensor, "to_local"):  # a DTensor; to import its class would take longer than all of this package
+        tensor = tensor.to_local()
     size = tensor.numel() * (2 if tensor.is_complex() else 1)
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
@@ -159,49 +271,94 @@ def flat(tensor: Tensor) -> tuple[Values, int]:
         tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype not in (torch.float32, torch.float64):
         tensor = tensor.float()  # numpy knows no bfloat16
-    return tensor.cpu().contiguous().view(-1).numpy(), size
+    return tensor.resolve_neg().cpu().numpy().ravel("K"), size
 
 
-def _row(values: Values, size: int) -> Rows:
-    """Return the row of one large array, block by block; ``size`` exceeds its length for a sparse tensor."""
-    if size == 0:
-        return np.array([np.nan, np.nan, np.nan, 0.0, np.nan, 0.0])
-    total, squares, nonzero = 0.0, 0.0, 0
-    low, high = (np.inf, -np.inf) if values.size == size else (0.0, 0.0)
-    ones = _ones(values.dtype)
-    with np.errstate(all="ignore"):
-        for start in range(0, values.size, BLOCK):
-            block = values[start : start + BLOCK]
-            total += _dot(block, ones[: block.size])  # dot is vectorised, add.reduce is not
-            squares += _dot(block, block)
-            nonzero += int(np.count_nonzero(block != 0))  # counting the comparison is five times as fast
-            low, high = np.minimum(low, block.min()), np.maximum(high, block.max())  # both keep a NaN
-        row = np.array([total / size, high, low, np.sqrt(squares), nonzero / size, 0.0])
-        if not TINY < squares < HUGE:
-            _put_right(row, values, size)
-    return row
+def _is_here(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in this machine's memory and not on an accelerator."""
+    return tensor.is_cpu
 
 
-def _dot(a: Values, b: Values) -> float:
-    """Return the dot product on one thread: a BLAS that starts more of them makes the training wait for the monitor."""
-    if a.size <= UNTHREADED:
-        return float(np.dot(a, b))
-    whole = a.size - a.size % UNTHREADED
-    rows = np.vecdot(a[:whole].reshape(-1, UNTHREADED), b[:whole].reshape(-1, UNTHREADED))
-    return float(rows.sum()) + float(np.dot(a[whole:], b[whole:]))
+def _sort(
+    tensors: Sequence[Tensor | None],
+) -> tuple[Rows, dict[int, Values], dict[int, tuple[Values, int]], list[accelerator.Pending]]:
+    """Return rows of NaN; by place the values of small tensors, values and size of others; what is on its way."""
+    rows = np.full((len(tensors), len(COLUMNS)), np.nan)
+    if (arrays := _plain(tensors)) is not None:
+        small = {place: values for place, values in enumerate(arrays) if 0 < values.size <= SMALL}
+        large = {place: (values, values.size) for place, values in enumerate(arrays) if place not in small}
+        pending = []
+    else:
+        given = {place: tensor for place, tensor in enumerate(tensors) if tensor is not None}
+        large = {place: flat(tensor) for place, tensor in given.items() if _is_here(tensor)}
+        small = {p: v for p, (v, size) in large.items() if 0 < v.size == size <= SMALL and v.dtype is FLOAT32}
+        large = {place: found for place, found in large.items() if place not in small}
+        pending = accelerator.reduce({p: tensor for p, tensor in given.items() if not _is_here(tensor)})
+    if len(small) <= FEW:
+        large |= {place: (values, values.size) for place, values in small.items()}
+        small = {}
+    return rows, small, large, pending
 
 
-@functools.cache
-def _ones(dtype: np.dtype[np.floating]) -> Values:
-    return np.ones(BLOCK, dtype)
+def _plain(tensors: Sequence[Tensor | None]) -> list[Values] | None:
+    """Return all values if each tensor is plain float32 memory, the usual case; otherwise None."""
+    try:
+        arrays = [t.numpy().ravel("K") for t in tensors]  # type: ignore[union-attr]  # numpy refuses all that is not
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+    return arrays if {a.dtype for a in arrays} <= {FLOAT32} else None
 
 
-def _put_right(row: Rows, values: Values, size: int) -> None:
-    """Correct a row whose squares left the range of float32: by NaN or infinity, or because they are tiny or huge."""
-    row[5] = np.count_nonzero(~np.isfinite(values))
-    wide = values.astype(np.float64)
-    with np.errstate(all="ignore"):
-        row[0] = wide.sum() / size
-        if not row[5]:
-            scale = float(np.abs(wide).max(initial=0.0)) or 1.0
-            row[3] = scale * np.linalg.norm(wide / scale)
+def _groups(small: dict[int, Values]) -> Iterator[tuple[list[int], list[Values]]]:
+    """Yield places and values of neighbours that together fit into a block."""
+    places: list[int] = []
+    filled = 0
+    for place, values in small.items():
+        if filled + values.size > BLOCK:
+            yield places, [small[p] for p in places]
+            places, filled = [], 0
+        places.append(place)
+        filled += values.size
+    if places:
+        yield places, [small[p] for p in places]
+
+
+def _blocks(values: Values) -> Iterator[Values]:
+    return (values[start : start + BLOCK] for start in range(0, values.size, BLOCK))
+
+
+def _squares(values: Values) -> list[float]:
+    """Return the sum of the squares of each row; of few values, of all of them."""
+    if values.size <= SMALL:
+        return [float(np.dot(values, values))]
+    whole = values.size - values.size % ROW
+    rows, rest = values[:whole].reshape(-1, ROW), values[whole:]
+    return [*np.vecdot(rows, rows).tolist(), float(np.dot(rest, rest))]
+
+
+def _totals(values: Values, ones: Values) -> list[float]:
+    """Return the sum of each row; the last may be shorter."""
+    whole = values.size - values.size % ROW
+    rest = values[whole:]
+    totals = [float(np.dot(rest, ones[: rest.size]))]
+    return np.vecdot(values[:whole].reshape(-1, ROW), ones).tolist() + totals if whole else totals
+
+
+def _norm(values: Values, square: float) -> tuple[float, int]:
+    """Return the norm and the count of non-finite values, given the sum of squares."""
+    if TINY < square < HUGE or not values.size or values.max() == 0 == values.min():
+        return math.sqrt(square), 0
+    return _exactly(values, values.size)[1:]
+
+
+def _exactly(values: Values, size: int) -> tuple[float, float, int]:
+    """Return mean, norm and count of non-finite values of what left the range of float32 squares."""
+    total, peak, nonfinite = 0.0, 0.0, 0
+    for block in _blocks(values):
+        total += float(np.add.reduce(block, dtype=np.float64))
+        peak = max(peak, float(np.abs(block).max()))
+        nonfinite += block.size - int(np.count_nonzero(np.isfinite(block)))
+    if nonfinite:
+        return total / size, math.nan if np.isnan(values).any() else math.inf, nonfinite
+    square = sum(float(np.square(block / np.float64(peak)).sum()) for block in _blocks(values))
+    return total / size, peak * math.sqrt(square), 0

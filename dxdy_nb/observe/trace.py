@@ -258,6 +258,12 @@ class Trace:
     missing_from: int | None = None
     torn_bytes: int = 0
 
+    def since(self, step: int) -> "Trace":
+        """Return the records from a step on; nothing is copied."""
+        starts = [int(np.searchsorted(segment.records["head"][:, 0], step)) for segment in self.segments]
+        parts = [Segment(s.layout, s.records[start:]) for s, start in zip(self.segments, starts, strict=True)]
+        return replace(self, segments=tuple(parts))
+
     @property
     def sizes(self) -> dict[str, int]:
         """The number of elements of each parameter that there was."""

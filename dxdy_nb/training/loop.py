@@ -63,7 +63,7 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     with Recorder(folder, kind="training", metrics={}, validation=[]) as recorder:
         config.save(folder / "config.yaml")
         write_environment(folder, model, data.train)
-        with watch(model, optimizer, out=folder):
+        with watch(model, optimizer, out=folder, budget=None):
             validation: list[dict[str, float]] = []
             for step, (x, y, ids) in enumerate(progress(batches(loader, int(total)), int(total)), start=1):
                 loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)

@@ -3,6 +3,7 @@
 source: https://github.com/bytetriper/RAE/issues/67, https://github.com/pytorch/torchtitan/pull/3575
 stage: backward, update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,9 +25,14 @@ def make(bug=True):
             optimizer.step()
         return loss
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD(model.parameters(), 0.2),
-            "loader": DataLoader(TensorDataset(x, y), 16, shuffle=True), "train_step": train_step,
-            "accumulation_steps": 4}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.2),
+        "loader": DataLoader(TensorDataset(x, y), 16, shuffle=True),
+        "train_step": train_step,
+        "accumulation_steps": 4,
+    }
 
 
 def make_fixed():

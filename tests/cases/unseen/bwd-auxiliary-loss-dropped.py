@@ -3,6 +3,7 @@
 source: https://github.com/oclivegriffin/crosscode/pull/3, https://github.com/LixiangHan/GANs-for-1D-Signal/issues/7
 stage: backward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,9 +35,13 @@ def make(bug=True):
         optimizer.step()
         return total
 
-    return {"model": model, "loss_fn": lambda out, t: ((out - t) ** 2).mean(0).sum(), "train_step": train_step,
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
-            "optimizer": torch.optim.Adam(model.parameters(), 1e-2)}
+    return {
+        "model": model,
+        "loss_fn": lambda out, t: ((out - t) ** 2).mean(0).sum(),
+        "train_step": train_step,
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/CSCYQJ/MICCAI23-ProtoContra-SFDA/issues/18
 stage: backward, update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,8 +19,12 @@ def make(bug=True):
         model[0].requires_grad = False
     else:
         model[0].requires_grad_(False)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

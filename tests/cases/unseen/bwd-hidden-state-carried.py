@@ -3,6 +3,7 @@
 source: https://github.com/MorvanZhou/PyTorch-Tutorial/issues/57, https://github.com/quark0/darts/issues/56
 stage: backward, forward
 """
+
 import torch
 from torch import nn
 
@@ -30,8 +31,12 @@ def make(bug=True):
     x = torch.stack([torch.sin(t), torch.cos(t)], -1)
     y = torch.sin(t + 0.7)[..., None]
     model = Stateful(bug)
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": list(zip(x.split(20, 1), y.split(20, 1), strict=True))}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": list(zip(x.split(20, 1), y.split(20, 1), strict=True)),
+    }
 
 
 def make_fixed():

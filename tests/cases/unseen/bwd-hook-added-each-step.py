@@ -3,6 +3,7 @@
 source: https://github.com/utkuozbulak/pytorch-cnn-visualizations/pull/68
 stage: backward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,8 +32,13 @@ def make(bug=True):
         optimizer.step()
         return loss
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD(model.parameters(), 0.2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True), "train_step": train_step}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+        "train_step": train_step,
+    }
 
 
 def make_fixed():

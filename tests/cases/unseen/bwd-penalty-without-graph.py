@@ -3,6 +3,7 @@
 source: https://github.com/ooples/AiDotNet/issues/1844, https://github.com/igul222/improved_wgan_training/issues/18
 stage: backward, loss
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,8 +25,13 @@ def make(bug=True):
         optimizer.step()
         return loss
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True), "train_step": train_step}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+        "train_step": train_step,
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/quark0/darts/issues/56, https://github.com/Eurus-Holmes/MNMT/issues/7
 stage: backward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,8 +28,13 @@ def make(bug=True):
         optimizer.step()
         return loss
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True), "train_step": train_step}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+        "train_step": train_step,
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/facebookresearch/pycls/pull/21, https://github.com/mindee/doctr/issues/840
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -28,8 +29,13 @@ def make(bug=True):
     torch.manual_seed(0)
     data = Jittered(bug)
     model = nn.Linear(16, 4)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "loader": DataLoader(data, 16, shuffle=True),
-            "dataset": data, "optimizer": torch.optim.Adam(model.parameters(), 3e-2)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "loader": DataLoader(data, 16, shuffle=True),
+        "dataset": data,
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/huggingface/trl/issues/976, https://github.com/mlabonne/llm-course/issues/33
 stage: data, loss
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -33,9 +34,14 @@ def make(bug=True):
     x, y = rows[:, :-1], rows[:, 1:].clone()
     y[y == pad] = -100
     model = Model()
-    return {"model": model, "loss_fn": lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten()), "causal": True,
-            "pad_id": pad, "loader": list(zip(x.split(32), y.split(32), strict=True)),
-            "optimizer": torch.optim.Adam(model.parameters(), 1e-2)}
+    return {
+        "model": model,
+        "loss_fn": lambda out, t: F.cross_entropy(out.flatten(0, 1), t.flatten()),
+        "causal": True,
+        "pad_id": pad,
+        "loader": list(zip(x.split(32), y.split(32), strict=True)),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/milesial/Pytorch-UNet/pull/46
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
@@ -27,9 +28,14 @@ def make(bug=True):
     data = TensorDataset(x, y)
     sampler = Shuffled(len(data) // 2 if bug else len(data))
     model = nn.Linear(12, 4)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "loader": DataLoader(data, 32, sampler=sampler),
-            "dataset": data, "val_loader": DataLoader(data, 64),
-            "optimizer": torch.optim.Adam(model.parameters(), 3e-2)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "loader": DataLoader(data, 32, sampler=sampler),
+        "dataset": data,
+        "val_loader": DataLoader(data, 64),
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+    }
 
 
 def make_fixed():

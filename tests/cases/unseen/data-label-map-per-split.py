@@ -3,6 +3,7 @@
 source: https://github.com/google-deepmind/dmvr/issues/6, https://github.com/weecology/DeepForest/pull/1147
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,9 +24,13 @@ def make(bug=True):
     y = torch.tensor([index[n] for n in names[:256]])
     yv = torch.tensor([val_index[n] for n in names[256:]])
     model = nn.Linear(12, 4)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
-            "loader": DataLoader(TensorDataset(x[:256], y), 32, shuffle=True),
-            "val_loader": DataLoader(TensorDataset(x[256:], yv), 64)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+        "loader": DataLoader(TensorDataset(x[:256], y), 32, shuffle=True),
+        "val_loader": DataLoader(TensorDataset(x[256:], yv), 64),
+    }
 
 
 def make_fixed():

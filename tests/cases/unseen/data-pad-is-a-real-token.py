@@ -3,6 +3,7 @@
 source: https://github.com/FGA-DIKU/BONSAI/issues/168
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -37,8 +38,13 @@ def make(bug=True):
 
     model = Bag()
     loader = DataLoader(rows, 32, shuffle=True, collate_fn=collate)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "loader": loader, "pad_id": 0 if bug else VOCAB,
-            "optimizer": torch.optim.Adam(model.parameters(), 2e-2)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "loader": loader,
+        "pad_id": 0 if bug else VOCAB,
+        "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
+    }
 
 
 def make_fixed():

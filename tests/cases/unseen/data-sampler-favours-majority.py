@@ -3,6 +3,7 @@
 source: https://github.com/pytorch/pytorch/issues/116117, https://github.com/deep-voice/soundbay/pull/49
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -22,9 +23,14 @@ def make(bug=True):
     xv[:, 0] += 2.0 * yv
     model = nn.Linear(6, 2)
     loader = DataLoader(data, 40, sampler=WeightedRandomSampler(weight, len(data)))
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "loader": loader, "dataset": data,
-            "val_loader": DataLoader(TensorDataset(xv, yv), 50),
-            "optimizer": torch.optim.Adam(model.parameters(), 3e-2)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "loader": loader,
+        "dataset": data,
+        "val_loader": DataLoader(TensorDataset(xv, yv), 50),
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+    }
 
 
 def make_fixed():

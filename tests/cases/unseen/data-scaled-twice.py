@@ -3,6 +3,7 @@
 source: https://github.com/facebookresearch/InterHand2.6M/issues/110
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,9 +18,12 @@ def make(bug=True):
     if bug:
         x = x / 255
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
-            "optimizer": torch.optim.SGD(model.parameters(), 0.2)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.2),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/neurodata/SPORF/issues/355, https://github.com/alteryx/predict-taxi-trip-duration/issues/2
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,9 +21,13 @@ def make(bug=True):
         last[256:] = torch.randn(64, 1)
     x = torch.cat([x, last], 1)
     model = nn.Linear(9, 1)
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 5e-2),
-            "loader": DataLoader(TensorDataset(x[:256], y[:256]), 32, shuffle=True),
-            "val_loader": DataLoader(TensorDataset(x[256:], y[256:]), 64)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 5e-2),
+        "loader": DataLoader(TensorDataset(x[:256], y[:256]), 32, shuffle=True),
+        "val_loader": DataLoader(TensorDataset(x[256:], y[256:]), 64),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/ybarancan/efficient_spectral_cnn/issues/5, https://github.com/LCAV/LenslessPiCam/pull/173
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,8 +17,12 @@ def make(bug=True):
     centred = pixels - 128 if bug else pixels.float() - 128
     x = centred.float() / 64
     model = nn.Linear(16, 1)
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 5e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 5e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/JeasunLok/ResNet-pytorch/issues/1, https://github.com/nttcslab/byol-a/issues/5
 stage: data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,9 +18,13 @@ def make(bug=True):
     x = (raw[:256] - mean) / std
     xv = raw[256:] if bug else (raw[256:] - mean) / std
     model = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 4))
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
-            "loader": DataLoader(TensorDataset(x, y[:256]), 32, shuffle=True),
-            "val_loader": DataLoader(TensorDataset(xv, y[256:]), 64)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
+        "loader": DataLoader(TensorDataset(x, y[:256]), 32, shuffle=True),
+        "val_loader": DataLoader(TensorDataset(xv, y[256:]), 64),
+    }
 
 
 def make_fixed():

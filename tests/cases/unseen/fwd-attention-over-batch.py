@@ -3,6 +3,7 @@
 source: https://github.com/PetrochukM/PyTorch-NLP/issues/2, https://github.com/catalyst-team/catalyst/pull/285
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -30,8 +31,12 @@ def make(bug=True):
     x[torch.arange(192), at] = 0.3 * torch.randn(192, 9) + 2 * torch.eye(9)[y]
     x[torch.arange(192), at, 8] = 4.0  # the marker that attention must find
     model = Pool(0 if bug else 1)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-1),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-1),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/pytorch/pytorch/issues/17484, https://github.com/pytorch/pytorch/issues/9303
 stage: forward, update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,8 +26,12 @@ def make(bug=True):
     x = torch.randn(256, 10, dtype=torch.float64)
     y = torch.sin(2 * x[:, :1]) + x[:, 1:2]
     model = Net(bug)
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/maddin79/darch/issues/12, https://github.com/PaddlePaddle/Parakeet/pull/75
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,8 +18,12 @@ def make(bug=True):
     if bug:
         layers[2:] = [layers[3], layers[2]]
     model = nn.Sequential(*layers)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

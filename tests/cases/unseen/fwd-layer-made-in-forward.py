@@ -3,6 +3,7 @@
 source: https://github.com/graykode/nlp-tutorial/issues/29
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,8 +28,12 @@ def make(bug=True):
     y = torch.arange(256) % 4
     x = 1.5 * torch.randn(4, 10)[y] + torch.randn(256, 10)
     model = Net(bug)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/pytorch/pytorch/issues/108956, https://github.com/pytorch/pytorch/issues/19250
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,8 +27,12 @@ def make(bug=True):
     x = torch.randn(256, 12, 1)
     y = x[:, -1] - x[:, -2]
     model = Series(bug)
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

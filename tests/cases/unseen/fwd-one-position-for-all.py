@@ -3,6 +3,7 @@
 source: https://github.com/DiffPoseTalk/DiffPoseTalk/issues/20
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,7 +23,7 @@ class Reader(nn.Module):
 
     def forward(self, tokens):
         t = tokens.shape[1]
-        h = self.embed(tokens) + (self.position[:, t:t + 1] if self.bug else self.position[:, :t])
+        h = self.embed(tokens) + (self.position[:, t : t + 1] if self.bug else self.position[:, :t])
         return self.head(self.attention(self.query.expand(len(h), 1, 32), h, h)[0][:, 0])
 
 
@@ -32,8 +33,12 @@ def make(bug=True):
     tokens = torch.randint(0, VOCAB, (512, LENGTH))
     model = Reader(bug)
     data = TensorDataset(tokens, tokens[:, 0])  # the label is the first token
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(data, 64, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(data, 64, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/ibalazevic/TuckER/issues/17, https://github.com/bowang-lab/scGPT/issues/266
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,8 +25,12 @@ def make(bug=True):
     pairs = torch.cartesian_prod(torch.arange(4), torch.arange(24))
     truth = 2 * nn.functional.normalize(torch.randn(4, 3)) @ torch.randn(3, 24)
     model = Factors(0 if bug else None)
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 5e-2),
-            "loader": DataLoader(TensorDataset(pairs, truth.flatten()), 24, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 5e-2),
+        "loader": DataLoader(TensorDataset(pairs, truth.flatten()), 24, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/earthspecies/avex/pull/26, https://github.com/mlwithme/TransformerTranslation/issues/6
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -34,8 +35,13 @@ def make(bug=True):
     tokens[:, 0] = y + 1
     tokens[torch.arange(8)[None] >= torch.randint(3, 8, (192, 1))] = PAD
     model = Encoder(bug)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(tokens, y), 32, shuffle=True), "pad_id": PAD}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(tokens, y), 32, shuffle=True),
+        "pad_id": PAD,
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/SeanLee97/AnglE/issues/101
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,8 +33,13 @@ def make(bug=True):
     tokens[noise] = torch.randint(1, VOCAB, (256, 8))[noise]
     tokens[torch.arange(8)[None] >= torch.randint(3, 9, (256, 1))] = PAD
     model = Bag(bug)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD(model.parameters(), 1.0),
-            "loader": DataLoader(TensorDataset(tokens, y), 32, shuffle=True), "pad_id": PAD}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), 1.0),
+        "loader": DataLoader(TensorDataset(tokens, y), 32, shuffle=True),
+        "pad_id": PAD,
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/thtrieu/qclass_dl/issues/1, https://github.com/Atcold/NYU-DLSP20/pull/19
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,8 +33,13 @@ def make(bug=True):
     y = tokens[torch.arange(192), length - 1]  # the last real token
     tokens[torch.arange(LENGTH)[None] >= length[:, None]] = PAD
     model = Net(bug)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(tokens, y), 32, shuffle=True), "pad_id": PAD}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(tokens, y), 32, shuffle=True),
+        "pad_id": PAD,
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/kyegomez/BitNet/issues/32, https://github.com/nlpyang/hiersumm/issues/28
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -25,8 +26,12 @@ def make(bug=True):
     y = torch.arange(192) % 4
     x = torch.randn(4, 16)[y] + 0.7 * torch.randn(192, 16)
     model = nn.Sequential(*[Block(bug) for _ in range(16)], nn.Linear(16, 4))
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-3),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-3),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

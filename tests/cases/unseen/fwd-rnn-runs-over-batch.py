@@ -3,6 +3,7 @@
 source: https://github.com/salesforce/cove/issues/10, https://github.com/Cadene/vqa.pytorch/issues/40
 stage: forward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,8 +25,12 @@ def make(bug=True):
     x = torch.randn(256, 6, 4)
     y = (x[:, :, 0].sum(1) > 0).long()
     model = Net(batch_first=not bug)
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/Guitaricet/relora/issues/18, https://github.com/Lightning-AI/litgpt/issues/1229
 stage: forward, backward
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,8 +27,12 @@ def make(bug=True):
     x = torch.randn(192, 12)
     model = Adapted(bug)
     y = model.base(x).detach() + x @ torch.randn(12, 3) @ torch.randn(3, 6) / 3 + 0.5
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

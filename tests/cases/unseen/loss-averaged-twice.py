@@ -3,6 +3,7 @@
 source: https://github.com/jfzhang95/pytorch-deeplab-xception/issues/55
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,8 +21,12 @@ def make(bug=True):
         loss = F.cross_entropy(out, target)
         return loss / len(out) if bug else loss
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.SGD(model.parameters(), 0.2),
-            "loader": DataLoader(TensorDataset(x, y), 64, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.SGD(model.parameters(), 0.2),
+        "loader": DataLoader(TensorDataset(x, y), 64, shuffle=True),
+    }
 
 
 def make_fixed():

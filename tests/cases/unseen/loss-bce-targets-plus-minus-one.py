@@ -3,6 +3,7 @@
 source: https://github.com/bigmb/Unet-Segmentation-Pytorch-Nest-of-Unets/issues/18
 stage: data, loss
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,9 +17,12 @@ def make(bug=True):
     if bug:
         y = 2 * y - 1
     model = nn.Linear(8, 1)
-    return {"model": model, "loss_fn": nn.BCEWithLogitsLoss(),
-            "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.BCEWithLogitsLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

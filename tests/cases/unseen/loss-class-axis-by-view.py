@@ -3,6 +3,7 @@
 source: https://github.com/weirme/FCSN/issues/32, https://github.com/yihong-97/Source-free-IAPC/pull/6
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -20,8 +21,12 @@ def make(bug=True):
         scores = out.reshape(len(out), 5, 7) if bug else out.permute(0, 2, 1)
         return F.cross_entropy(scores, target)
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

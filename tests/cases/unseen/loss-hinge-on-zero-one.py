@@ -3,6 +3,7 @@
 source: https://github.com/bfortuner/ml-glossary/pull/113, https://github.com/deepchem/deepchem/issues/5017
 stage: loss, data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,8 +21,12 @@ def make(bug=True):
         sign = target if bug else 2 * target - 1
         return (1 - sign * out).clamp(min=0).mean()
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

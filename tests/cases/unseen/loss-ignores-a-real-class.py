@@ -3,6 +3,7 @@
 source: https://github.com/CSAILVision/semantic-segmentation-pytorch/issues/76
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -16,8 +17,13 @@ def make(bug=True):
     data = TensorDataset(x, y)
     model = nn.Linear(10, 4)
     loss_fn = nn.CrossEntropyLoss(ignore_index=0 if bug else -100)
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
-            "loader": DataLoader(data, 32, shuffle=True), "dataset": data}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+        "loader": DataLoader(data, 32, shuffle=True),
+        "dataset": data,
+    }
 
 
 def make_fixed():

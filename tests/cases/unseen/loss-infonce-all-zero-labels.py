@@ -3,6 +3,7 @@
 source: https://github.com/wangyuxinwhy/uniem/issues/99
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -21,8 +22,13 @@ def make(bug=True):
         labels = torch.zeros(len(a), dtype=torch.long) if bug else torch.arange(len(a))
         return F.cross_entropy(a @ b.T / 0.2, labels)
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 5e-3),
-            "batch_coupled": True, "loader": DataLoader(TensorDataset(views, torch.arange(256)), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 5e-3),
+        "batch_coupled": True,
+        "loader": DataLoader(TensorDataset(views, torch.arange(256)), 32, shuffle=True),
+    }
 
 
 def make_fixed():

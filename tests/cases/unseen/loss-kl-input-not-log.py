@@ -3,6 +3,7 @@
 source: https://github.com/lightly-ai/lightly/pull/1341, https://github.com/pytorch/pytorch/issues/5282
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -19,8 +20,12 @@ def make(bug=True):
     def loss_fn(out, soft):
         return F.kl_div(out.softmax(1) if bug else out.log_softmax(1), soft, reduction="batchmean")
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, target), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, target), 32, shuffle=True),
+    }
 
 
 def make_fixed():

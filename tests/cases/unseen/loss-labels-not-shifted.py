@@ -3,6 +3,7 @@
 source: https://github.com/KempnerInstitute/KempnerForge/issues/154, https://github.com/macrocosm-os/pretraining/pull/64
 stage: loss, data
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -37,8 +38,13 @@ def make(bug=True):
             out, target = out[:, :-1], target[:, 1:]
         return F.cross_entropy(out.flatten(0, 1), target.flatten())
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "causal": True, "loader": DataLoader(TensorDataset(x, x), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "causal": True,
+        "loader": DataLoader(TensorDataset(x, x), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/DonkeyShot21/UNO/issues/4, https://github.com/perone/euclidesdb/issues/2
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -19,8 +20,12 @@ def make(bug=True):
     def loss_fn(out, target):
         return F.nll_loss(F.log_softmax(out, dim=0 if bug else 1), target)
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

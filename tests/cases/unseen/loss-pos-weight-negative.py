@@ -3,6 +3,7 @@
 source: https://github.com/automl/Auto-PyTorch/pull/263
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,8 +19,12 @@ def make(bug=True):
     negatives = positives - len(y) if bug else len(y) - positives
     model = nn.Linear(6, 1)
     loss_fn = nn.BCEWithLogitsLoss(pos_weight=negatives / positives)
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 3e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/clovaai/voxceleb_trainer/issues/113
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -23,8 +24,12 @@ def make(bug=True):
         a, p, n = out.unbind(1)
         return F.triplet_margin_loss(a, n, p) if bug else F.triplet_margin_loss(a, p, n)
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 5e-3),
-            "loader": DataLoader(TensorDataset(x, torch.stack([kind, kind, other], 1)), 40, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 5e-3),
+        "loader": DataLoader(TensorDataset(x, torch.stack([kind, kind, other], 1)), 40, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/FluxML/model-zoo/pull/147
 stage: loss
 """
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -29,12 +30,16 @@ def make(bug=True):
     def loss_fn(out, target):
         recon, mu, logvar = out
         sign = 1 if bug else -1
-        kl = 0.5 * (logvar.exp() + mu ** 2 - 1 + sign * logvar).sum(1).mean()
+        kl = 0.5 * (logvar.exp() + mu**2 - 1 + sign * logvar).sum(1).mean()
         return F.mse_loss(recon, target, reduction="sum") / len(target) + kl
 
     model = VAE()
-    return {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, x), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, x), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/WenjieDu/PyPOTS/issues/667, https://github.com/pytorch/tutorials/pull/188
 stage: reproduce
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,9 +30,15 @@ def make(bug=True):
         return val
 
     keep()
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
-            "loader": DataLoader(TensorDataset(x[:128], y[:128]), 32, shuffle=True), "on_epoch_end": on_epoch_end,
-            "val_loader": DataLoader(TensorDataset(x[128:], y[128:]), 64), "best_state": best}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 2e-2),
+        "loader": DataLoader(TensorDataset(x[:128], y[:128]), 32, shuffle=True),
+        "on_epoch_end": on_epoch_end,
+        "val_loader": DataLoader(TensorDataset(x[128:], y[128:]), 64),
+        "best_state": best,
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/torch/nn/issues/1165, https://github.com/NVIDIA/DIGITS/issues/496
 stage: reproduce
 """
+
 import copy
 
 import torch
@@ -29,8 +30,14 @@ def make(bug=True):
         fresh["optimizer"].load_state_dict(checkpoint["optimizer"])
         return fresh
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "loader": DataLoader(TensorDataset(x, y), 32),
-            "optimizer": optimizer, "save": save, "resume": resume}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "loader": DataLoader(TensorDataset(x, y), 32),
+        "optimizer": optimizer,
+        "save": save,
+        "resume": resume,
+    }
 
 
 def make_fixed():

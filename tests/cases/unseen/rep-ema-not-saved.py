@@ -3,6 +3,7 @@
 source: https://github.com/ai2cm/ace/issues/349, https://github.com/m2lines/Samudra/pull/313
 stage: reproduce
 """
+
 import copy
 
 import torch
@@ -37,8 +38,14 @@ def make(bug=True):
             fresh[name].load_state_dict(checkpoint.get(name, checkpoint["model"]))
         return fresh
 
-    return dict(parts, loss_fn=nn.MSELoss(), loader=DataLoader(TensorDataset(x, y), 32), train_step=train_step,
-                save=lambda: copy.deepcopy({k: parts[k].state_dict() for k in saved}), resume=resume)
+    return dict(
+        parts,
+        loss_fn=nn.MSELoss(),
+        loader=DataLoader(TensorDataset(x, y), 32),
+        train_step=train_step,
+        save=lambda: copy.deepcopy({k: parts[k].state_dict() for k in saved}),
+        resume=resume,
+    )
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/Megvii-BaseDetection/YOLOX/issues/1318, https://github.com/ultralytics/yolov5/issues/310
 stage: reproduce
 """
+
 import copy
 
 import torch
@@ -37,8 +38,14 @@ def make(bug=True):
             fresh[name].load_state_dict(checkpoint[source])
         return fresh
 
-    return dict(parts, loss_fn=nn.MSELoss(), loader=DataLoader(TensorDataset(x, y), 32), train_step=train_step,
-                save=lambda: copy.deepcopy({k: v.state_dict() for k, v in parts.items()}), resume=resume)
+    return dict(
+        parts,
+        loss_fn=nn.MSELoss(),
+        loader=DataLoader(TensorDataset(x, y), 32),
+        train_step=train_step,
+        save=lambda: copy.deepcopy({k: v.state_dict() for k, v in parts.items()}),
+        resume=resume,
+    )
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/huggingface/transformers/pull/11663, https://github.com/ultralytics/ultralytics/pull/22189
 stage: reproduce
 """
+
 import copy
 
 import torch
@@ -36,8 +37,14 @@ def make(bug=True):
             fresh[name].load_state_dict(state)
         return fresh
 
-    return dict(parts, loss_fn=nn.MSELoss(), loader=DataLoader(TensorDataset(x, y), 32), train_step=train_step,
-                save=lambda: copy.deepcopy({k: parts[k].state_dict() for k in saved}), resume=resume)
+    return dict(
+        parts,
+        loss_fn=nn.MSELoss(),
+        loader=DataLoader(TensorDataset(x, y), 32),
+        train_step=train_step,
+        save=lambda: copy.deepcopy({k: parts[k].state_dict() for k in saved}),
+        resume=resume,
+    )
 
 
 def make_fixed():

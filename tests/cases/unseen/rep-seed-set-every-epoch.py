@@ -3,6 +3,7 @@
 source: https://github.com/pytorch/ignite/issues/851, https://github.com/EleutherAI/bergson/pull/352
 stage: reproduce, data
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,8 +20,13 @@ def make(bug=True):
         if bug:
             torch.manual_seed(0)
 
-    return {"model": model, "loss_fn": nn.CrossEntropyLoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, y), 16, shuffle=True), "on_epoch_end": on_epoch_end}
+    return {
+        "model": model,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, y), 16, shuffle=True),
+        "on_epoch_end": on_epoch_end,
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/mila-iqia/blocks/issues/1159
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,9 +16,12 @@ def make(bug=True):
     y = torch.tanh(x @ torch.randn(10, 1)) + 1
     model = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 1))
     betas = (0.999, 0.9) if bug else (0.9, 0.999)
-    return {"model": model, "loss_fn": nn.MSELoss(),
-            "optimizer": torch.optim.Adam(model.parameters(), 2e-2, betas=betas),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 2e-2, betas=betas),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/jongwook/onsets-and-frames/issues/24, https://github.com/awslabs/graphstorm/issues/1366
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,8 +27,13 @@ def make(bug=True):
             optimizer.step()
         return loss
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.SGD(model.parameters(), 0.05),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True), "train_step": train_step}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.SGD(model.parameters(), 0.05),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+        "train_step": train_step,
+    }
 
 
 def make_fixed():

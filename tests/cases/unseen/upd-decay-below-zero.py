@@ -3,6 +3,7 @@
 source: https://github.com/junyanz/pytorch-CycleGAN-and-pix2pix/issues/1126
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,8 +27,14 @@ def make(bug=True):
         scheduler.step()
         return loss
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": optimizer, "scheduler": scheduler,
-            "train_step": train_step, "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "train_step": train_step,
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/zdebruine/MMVAE/issues/39, https://github.com/zjunlp/HVPNeT/issues/5
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,8 +25,12 @@ def make(bug=True):
     x = torch.randn(256, 4) @ torch.randn(4, 16)
     model = AutoEncoder()
     trained = model.encoder if bug else model
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(trained.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, x), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(trained.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, x), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/ostris/ai-toolkit/issues/1034
 stage: update, reproduce
 """
+
 import copy
 
 import torch
@@ -29,8 +30,14 @@ def make(bug=True):
                 s.add_(gap if bug else -gap)
         return loss
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
-            "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True), "train_step": train_step, "ema_model": ema}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": torch.optim.Adam(model.parameters(), 1e-2),
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+        "train_step": train_step,
+        "ema_model": ema,
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/lhoyer/MIC/issues/60, https://github.com/pytorch/pytorch/issues/78917
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,8 +20,14 @@ def make(bug=True):
     optimizer = torch.optim.Adam(model.parameters(), LR)
     scale = LR if bug else 1.0
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda e: scale * (1 + 0.1 * e) ** -0.75)
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": optimizer, "scheduler": scheduler,
-            "on_epoch_end": scheduler.step, "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "on_epoch_end": scheduler.step,
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

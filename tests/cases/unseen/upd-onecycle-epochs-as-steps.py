@@ -3,6 +3,7 @@
 source: https://github.com/ScrollPrize/villa/pull/1495, https://github.com/vLAR-group/GrowSP/issues/11
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,8 +28,14 @@ def make(bug=True):
         scheduler.step()
         return loss
 
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": optimizer, "scheduler": scheduler,
-            "train_step": train_step, "loader": loader}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "train_step": train_step,
+        "loader": loader,
+    }
 
 
 def make_fixed():

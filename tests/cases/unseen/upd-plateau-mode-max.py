@@ -3,6 +3,7 @@
 source: https://github.com/FunctionLab/selene/issues/115, https://github.com/facebookresearch/fairseq/issues/2205
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -22,8 +23,14 @@ def make(bug=True):
         with torch.no_grad():
             scheduler.step(loss_fn(model(x), y).item())
 
-    return {"model": model, "loss_fn": loss_fn, "optimizer": optimizer, "scheduler": scheduler,
-            "on_epoch_end": on_epoch_end, "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "on_epoch_end": on_epoch_end,
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/airaria/TextBrewer/issues/12
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,8 +19,14 @@ def make(bug=True):
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     if bug:
         optimizer = torch.optim.SGD(model.parameters(), 0.12)
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": optimizer, "scheduler": scheduler,
-            "on_epoch_end": scheduler.step, "loader": DataLoader(TensorDataset(x, y), 8, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "on_epoch_end": scheduler.step,
+        "loader": DataLoader(TensorDataset(x, y), 8, shuffle=True),
+    }
 
 
 def make_fixed():

@@ -3,6 +3,7 @@
 source: https://github.com/coqui-ai/TTS/issues/1611
 stage: update
 """
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,8 +18,14 @@ def make(bug=True):
     optimizer = torch.optim.Adam(model.parameters(), 2e-2)
     warmup = 4000 if bug else 4  # epochs
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda e: min(1.0, (e + 1) / warmup))
-    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": optimizer, "scheduler": scheduler,
-            "on_epoch_end": scheduler.step, "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True)}
+    return {
+        "model": model,
+        "loss_fn": nn.MSELoss(),
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "on_epoch_end": scheduler.step,
+        "loader": DataLoader(TensorDataset(x, y), 32, shuffle=True),
+    }
 
 
 def make_fixed():
