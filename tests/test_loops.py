@@ -380,6 +380,13 @@ ROWS = {  # of each loop: whether each row was skipped
     bfloat16: [False] * 3,
     checkpointing: [False] * 3,
     reentrant_checkpointing: [False] * 3,
+    low_rank: [False] * 3,
+    schedule_and_clip: [False] * 3,
+    gradient_penalty: [False] * 3,
+    validation_between: [False] * 3,
+    by_hand: [False] * 3,
+    without_backward: [],
+    # These leave threads behind (of the compiler, of gloo), and a fork after that is not safe: they come last.
     compiled: [False] * 3,
     compiled_in_place: [False] * 3,
     compiled_and_fused: [False] * 3,
@@ -387,12 +394,6 @@ ROWS = {  # of each loop: whether each row was skipped
     compiled_step: [False] * 3,
     data_parallel: [False] * 3,
     sharded: [False] * 3,
-    low_rank: [False] * 3,
-    schedule_and_clip: [False] * 3,
-    gradient_penalty: [False] * 3,
-    validation_between: [False] * 3,
-    by_hand: [False] * 3,
-    without_backward: [],
 }
 
 
