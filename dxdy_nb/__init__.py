@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from dxdy_nb.autograd.graph import graph as graph
     from dxdy_nb.autograd.record import record as record
     from dxdy_nb.config import RunConfig as RunConfig
+    from dxdy_nb.diagnosis.diagnose import diagnose as diagnose
     from dxdy_nb.errors import DxdyError as DxdyError
     from dxdy_nb.lesson.live import live as live
     from dxdy_nb.observe.observer import watch as watch
@@ -24,6 +25,7 @@ _HOMES = {
     "Run": "runs.record",
     "RunConfig": "config",
     "check_gradients": "autograd.check",
+    "diagnose": "diagnosis.diagnose",
     "graph": "autograd.graph",
     "live": "lesson.live",
     "record": "autograd.record",

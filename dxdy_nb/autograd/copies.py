@@ -197,6 +197,11 @@ def of_model(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Seq
     loss = Loss(tuple(names[leaf] for leaf in leaves), frozen, flat, leaves, compute, seed)
     for leaf, piece in zip(leaves, loss.pieces, strict=True):
         leaf.data = flat[piece].view(leaf.shape)
+    for module in both.modules():  # a padding row has no gradient by torch's own choice, so it is not moved
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.padding_idx is not None:
+            for leaf, piece in zip(leaves, loss.pieces, strict=True):
+                if leaf is module.weight:
+                    loss.scale[piece].view(leaf.shape)[module.padding_idx] = 0.0
     _try_out(loss, model, loss_fn, batch)
     return loss
 

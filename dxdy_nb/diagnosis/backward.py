@@ -1,0 +1,321 @@
+"""Does each gradient arrive, once, and is it right?"""
+
+import math
+from collections.abc import Iterator
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from dxdy_nb.diagnosis.observation import Step
+from dxdy_nb.diagnosis.probes import Experiment, OutOfTime
+from dxdy_nb.diagnosis.report import Finding, found
+from dxdy_nb.diagnosis.subject import preserved
+from dxdy_nb.errors import DxdyError
+
+FEW = 3  # updates in a row that make a habit of what could happen once
+LOST = 1e-6  # of the last layer's gradient, each relative to its weights: five sigmoids take that much
+LEAKS = 4  # graphs of earlier steps that are alive: one or two may be somebody's last loss
+
+
+def no_backward(experiment: Experiment) -> Iterator[Finding]:
+    """Nothing was derived: the optimizer had no gradients to use."""
+    steps = experiment.seen.steps
+    if len(steps) < FEW or any(step.backwards or step.error for step in steps) or experiment.seen.moved:
+        return
+    if any(not math.isnan(s.norm) for u in experiment.seen.updates for s in u.parameters.values()):
+        return  # gradients came from elsewhere, as torch.autograd.grad
+    yield found(
+        "backward-missing",
+        "the training step",
+        f"{len(steps)} steps, {len(experiment.seen.updates)} optimizer steps, no backward; every gradient is None and "
+        "no parameter moved",
+    )
+
+
+def loss_without_graph(experiment: Experiment) -> Iterator[Finding]:
+    """Backward began at a leaf: the loss was built anew, and leads nowhere."""
+    roots = [b for step in experiment.seen.steps for b in step.backwards]
+    if roots and all(not b.root for b in roots) and not any(b.reached for b in roots):
+        yield found(
+            "loss-rewrapped",
+            "the tensor that backward is called on",
+            "it requires a gradient and has no grad_fn: it is a leaf, and backward ends where it begins",
+        )
+
+
+def backward_twice(experiment: Experiment) -> Iterator[Finding]:
+    """The same tensor was derived twice, with no clearing between: every gradient is doubled."""
+    twice = [step.index for step in experiment.seen.steps if any(b.repeated for b in step.backwards)]
+    if len(twice) >= 2:
+        yield found(
+            "backward-twice",
+            "the training step",
+            f"at steps {_few(twice)} backward ran again on the same tensor, gradients not cleared between: doubled",
+        )
+
+
+def gradients_pile_up(experiment: Experiment) -> Iterator[Finding]:
+    """Gradients that an update had used were still there at the next one."""
+    updates = experiment.seen.updates
+    dirty = [u for u in updates if u.dirty]
+    if len(dirty) >= FEW and len(dirty) >= len(updates) - 2:
+        names = dirty[-1].dirty
+        norms = [max((u.parameters[n].norm for n in u.dirty), default=0.0) for u in dirty]
+        yield found(
+            "zero-grad-missing",
+            _names(names),
+            f"in {len(dirty)} of {len(updates)} updates the gradient still held that of the update before; largest "
+            f"norm {norms[0]:.3g} → {norms[-1]:.3g}",
+        )
+
+
+def cleared_before_the_step(experiment: Experiment) -> Iterator[Finding]:
+    """Backward gave gradients, and they were gone when the optimizer came."""
+    updates = experiment.seen.updates
+    emptied = [u for u in updates if u.cleared and not any(s.norm > 0 for s in u.parameters.values())]
+    if len(emptied) >= 2 and len(emptied) == len(updates):
+        yield found(
+            "zero-grad-after-backward",
+            _names(emptied[0].cleared),
+            f"in {len(emptied)} of {len(updates)} updates the gradients were cleared between backward and step",
+        )
+
+
+def gradient_does_not_arrive(experiment: Experiment) -> Iterator[Finding]:
+    """The loss depends on a parameter (it was changed, and the loss with it), and its gradient is None or zero."""
+    updates = experiment.seen.updates
+    if len(updates) < FEW or experiment.first is None:
+        return
+    # Half precision rounds small gradients to zero: another stage's matter.
+    half = any(call.autocast is torch.float16 for call in experiment.first.calls)
+    asked: dict[str, str] = {}
+    for name, p in experiment.subject.parameters.items():
+        rows = [u.parameters[name] for u in updates if name in u.parameters]
+        if len(rows) < FEW or not p.requires_grad or any(name in u.cleared for u in updates):
+            continue
+        if all(math.isnan(row.norm) for row in rows):
+            asked[name] = "None"
+        elif not half and all(row.norm == 0 for row in rows if not math.isnan(row.norm)):
+            asked[name] = "zero"
+    if not asked or not any(s.norm > 0 for u in updates for s in u.parameters.values()):
+        return
+    lost = [name for name in asked if _depends(experiment, name)]
+    for kind in ("None", "zero"):
+        names = [name for name in lost if asked[name] == kind]
+        if names:
+            yield _cut_finding(experiment, names, kind)
+
+
+def _depends(experiment: Experiment, name: str) -> bool:
+    """Return whether the loss changes with a parameter, all else and all random numbers being the same."""
+
+    def shift(size: float) -> float:
+        def prepare(subject: object) -> None:
+            p = experiment.subject.parameters[name]
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.randn(p.shape, generator=generator).to(p)
+            with torch.no_grad():
+                p.add_(noise * size * (p.float().square().mean().sqrt().to(p) + 1e-3))
+
+        return experiment.trial(experiment.batches[0], prepare=prepare).value
+
+    same = shift(0.0)
+    moved = [shift(size) for size in (0.3, 3.0)]
+    return any(math.isfinite(m) and abs(m - same) > 1e-6 * max(abs(same), 1e-6) for m in moved)
+
+
+def _cut_finding(experiment: Experiment, names: list[str], kind: str) -> Finding:
+    where, operation = _cut_line(experiment)
+    gets = "no gradient" if kind == "None" else "a gradient of exactly zero"
+    cause = {"argmax": "argmax-in-forward", "round": "round-kills-gradient", "sign": "round-kills-gradient"}
+    usual = "detach-cut" if kind == "None" else "zero-gradient"
+    warned = any("None of the inputs have requires_grad" in w for step in experiment.seen.steps for w in step.warned)
+    if warned and kind == "None":
+        return found(
+            "reentrant-checkpoint-no-grad",
+            _names(names),
+            f"{_names(names)}: no gradient in any update; torch warned that the checkpoint's inputs need none",
+        )
+    return found(
+        cause.get(operation, usual),
+        where or _names(names),
+        f"{_names(names)}: the loss changes with it, yet it has {gets} in every update"
+        + (f"; the graph is cut by {operation} at {where}" if where else ""),
+    )
+
+
+def _cut_line(experiment: Experiment) -> tuple[str, str]:
+    """Return the line of the reader's code that cuts the graph, and the operation, where a trial shows it."""
+    from dxdy_nb.autograd.graph import graph
+    from dxdy_nb.autograd.record import record
+
+    try:
+        with preserved(experiment.subject), record(experiment.subject.model) as rec:
+            call = experiment.call
+            assert call is not None
+            output = call.module(*call.args, **call.kwargs)
+            loss = experiment.loss_of(output)
+            if loss is None:
+                return "", ""
+            for cut in graph(loss, experiment.subject.model, record=rec, gradients=False).cuts:
+                if cut.where:
+                    return cut.where, cut.operation
+    except (DxdyError, RuntimeError, AssertionError):
+        pass
+    return "", ""
+
+
+def nonfinite_gradient(experiment: Experiment) -> Iterator[Finding]:
+    """The loss was finite and a gradient was not."""
+    for step in experiment.seen.steps:
+        if not math.isfinite(step.value):
+            return
+        for update in step.updates:
+            bad = [n for n, s in update.parameters.items() if s.nonfinite]
+            if bad and not update.scaled and "scale" not in step.events:
+                function = _anomaly(experiment, step)
+                yield found(
+                    "nan-gradient",
+                    function or _names(bad),
+                    f"step {step.index}: the loss is {step.value:.4g}, the gradient of {_names(bad)} is not finite"
+                    + (f"; {function} made it" if function else ""),
+                )
+                return
+
+
+def _anomaly(experiment: Experiment, step: Step) -> str:
+    """Return what detect_anomaly names: the first function of the backward pass that returned NaN."""
+    if step.batch is None:
+        return ""
+    with preserved(experiment.subject), torch.autograd.set_detect_anomaly(True, check_nan=True):
+        words = str(experiment.trial(step.batch).error or "")
+    return words.split("'")[1] if words.startswith("Function '") else ""
+
+
+def exploding(experiment: Experiment) -> Iterator[Finding]:
+    """Gradients overflow within the first steps, with or without the loss."""
+    steps = experiment.seen.steps[:4]
+    for step in steps:
+        for update in step.updates:
+            if update.scaled or "scale" in step.events:
+                return
+            bad = [n for n, s in update.parameters.items() if s.nonfinite]
+            if bad and not math.isfinite(step.value) and step.index == 0:
+                yield found(
+                    "exploding-gradients",
+                    _names(bad),
+                    f"step {step.index}: loss {step.value:.4g}, gradients not finite before any update",
+                )
+                return
+
+
+def vanishing(experiment: Experiment) -> Iterator[Finding]:
+    """Gradients shrink to nothing on their way to the first layers."""
+    updates = experiment.seen.updates[:FEW]
+    weights = [n for n, p in experiment.subject.parameters.items() if p.dim() > 1]
+    ratios = []
+    for update in updates:
+        rows = [(n, update.parameters[n]) for n in weights if n in update.parameters]
+        rows = [(n, s) for n, s in rows if s.norm > 0 and s.weight > 0 and not s.nonfinite]
+        if len(rows) < 3:
+            return
+        ratios.append((rows[0][1].norm / rows[0][1].weight) / (rows[-1][1].norm / rows[-1][1].weight))
+    if len(ratios) == FEW and max(ratios) < LOST:
+        yield found(
+            "vanishing-gradients",
+            weights[0],
+            f"gradient relative to weight: that of {weights[0]} is {median(ratios):.1e} of the last layer's",
+        )
+
+
+def graphs_kept(experiment: Experiment) -> Iterator[Finding]:
+    """The graphs of earlier steps are still alive, more with each step."""
+    kept = [step.graphs for step in experiment.seen.steps]
+    if len(kept) > LEAKS + 3 and kept[-1] >= LEAKS and kept[-1] > kept[len(kept) // 2]:
+        yield found(
+            "graph-kept-by-logging",
+            "what is carried from step to step",
+            f"after step {len(kept) - 1} the graphs of {kept[-1]} earlier steps are alive, after step "
+            f"{len(kept) // 2} those of {kept[len(kept) // 2]}",
+        )
+
+
+def wrong_gradient(experiment: Experiment) -> Iterator[Finding]:
+    """Autograd's gradient is not the slope of the loss."""
+    from dxdy_nb.autograd.check import check_gradients
+
+    subject, call = experiment.subject, experiment.call
+    if call is None or subject.loss_fn is None or call.module is not subject.model or not experiment.batches:
+        return
+    batch = experiment.batches[0]
+    if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(map(torch.is_tensor, batch))):
+        return
+    if experiment.left() < 5:
+        raise OutOfTime
+    with preserved(subject):
+        check = check_gradients(model=subject.model, loss_fn=subject.loss_fn, batch=_fewer(*batch))
+    if check.verdict == "wrong":
+        row = next(row for row in check.rows if row.name == check.worst)
+        yield found(
+            "wrong-custom-backward",
+            row.name,
+            f"autograd's slope {row.analytic:.6g}, finite differences {row.numeric:.6g} (float64, verdict wrong)",
+        )
+
+
+def _fewer(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return (x[:8], y[:8]) if x.dim() and y.dim() and len(x) == len(y) else (x, y)
+
+
+def frozen_parts(experiment: Experiment) -> Iterator[Finding]:
+    """Most is frozen, the layer that makes the output too; or a frozen BatchNorm still learns its statistics."""
+    model = experiment.subject.model
+    parameters = list(model.parameters())
+    trainable = sum(p.numel() for p in parameters if p.requires_grad)
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Conv2d)) and m.weight is not None]
+    if layers and 0 < trainable < 0.2 * sum(p.numel() for p in parameters) and not layers[-1].weight.requires_grad:
+        yield found(
+            "frozen-all-but-norm",
+            experiment.subject.name_of(layers[-1]),
+            f"only {trainable} of {sum(p.numel() for p in parameters)} weights train, and the last layer is frozen",
+            severity="hint",
+        )
+    moved = experiment.seen.final.get("buffers", ())
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm) or module.weight is None:
+            continue
+        if not module.weight.requires_grad and f"{name}.running_mean" in moved:
+            yield found(
+                "frozen-bn-drifts",
+                name,
+                "its weights are frozen and its running statistics change in training",
+                severity="hint",
+                name=f"{name!r}",
+            )
+            return
+
+
+def _few(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + (", …" if len(numbers) > 4 else "")
+
+
+def _names(names: object) -> str:
+    listed = list(names)  # type: ignore[call-overload]
+    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+RULES = (
+    no_backward,
+    loss_without_graph,
+    backward_twice,
+    gradients_pile_up,
+    cleared_before_the_step,
+    gradient_does_not_arrive,
+    nonfinite_gradient,
+    exploding,
+    vanishing,
+    graphs_kept,
+    wrong_gradient,
+    frozen_parts,
+)

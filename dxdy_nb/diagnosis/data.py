@@ -1,0 +1,364 @@
+"""Is what the model is shown, and told, what was meant?"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
+
+from dxdy_nb.diagnosis.observation import mapped, tensors_in
+from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite, leading
+from dxdy_nb.diagnosis.report import Finding, Trial, found
+from dxdy_nb.diagnosis.subject import preserved, same_randomness
+
+LONG = 40  # steps of a counterfactual
+SIGMAS = 8.0  # what an alignment must stand out by, among five that are tried
+
+
+def nonfinite(experiment: Experiment) -> Iterator[Finding]:
+    """A batch holds NaN or infinity, and its loss is not finite either."""
+    for number, (batch, x, y) in enumerate(experiment.epoch):
+        for part, name, cause in ((x, "input", "nan-in-inputs"), (y, "target", "nan-in-targets")):
+            if part is None or not part.is_floating_point() or bool(torch.isfinite(part).all()):
+                continue
+            step = experiment.trial(batch)
+            if step.error is None and math.isfinite(step.value) and not _spoils(step):
+                continue
+            bad = (~torch.isfinite(part)).flatten(1).any(1) if part.dim() > 1 else ~torch.isfinite(part)
+            rows = bad.nonzero().flatten().tolist()
+            yield found(
+                cause,
+                f"batch {number}, samples {', '.join(map(str, rows[:5]))}" + (" …" * (len(rows) > 5)),
+                f"{len(rows)} of {len(part)} samples have a {name} that is not finite; the loss of the batch is "
+                f"{step.value:.4g}",
+            )
+            return
+
+
+def _spoils(step: Any) -> bool:
+    return any(s.nonfinite for update in step.updates for s in update.parameters.values())
+
+
+def blank(experiment: Experiment) -> Iterator[Finding]:
+    """Every sample is the same."""
+    inputs = [x for _, x, _ in experiment.epoch if x is not None and x.dim() > 1 and x.numel()]
+    if sum(map(len, inputs)) < 4 or not inputs[0].is_floating_point():
+        return
+    first = inputs[0][:1]
+    if all(x.shape[1:] == first.shape[1:] and bool((x == first).all()) for x in inputs):
+        yield found(
+            "blank-inputs", "loader", f"all {sum(map(len, inputs))} inputs of the epoch are equal, element by element"
+        )
+
+
+def interleaved(experiment: Experiment) -> Iterator[Finding]:
+    """Images are smoother when a view from HWC to CHW is undone: the channels are interleaved."""
+    x = experiment.input
+    if x is None or x.dim() != 4 or x.size(1) != 3 or min(x.shape[2:]) < 4 or not x.is_floating_point():
+        return
+    n, c, h, w = x.shape
+    undone = x.reshape(n, h, w, c).permute(0, 3, 1, 2)
+    here, there = (float((v[..., 1:] - v[..., :-1]).abs().mean()) for v in (x, undone))
+    if here > 0 and there < 0.5 * here:
+        yield found(
+            "hwc-viewed-as-chw",
+            "input",
+            f"neighbouring pixels differ by {here:.3g}; after undoing a view from HWC by {there:.3g}",
+        )
+
+
+def same_batch(experiment: Experiment) -> Iterator[Finding]:
+    """The loader gives one batch again and again."""
+    batches = [tensors_in(batch) for batch, _, _ in experiment.epoch]
+    if len(batches) < 3:
+        return
+    equal = sum(_equal(a, b) for a, b in itertools.pairwise(batches))
+    if equal >= 2 and equal == len(batches) - 1:
+        yield found("same-batch-forever", "loader", f"all {len(batches)} batches of the epoch are bit for bit the same")
+
+
+def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _labels(experiment: Experiment) -> list[Tensor]:
+    """Return the class labels of each batch of the epoch, where there is one integer a sample."""
+    found = [y for _, _, y in experiment.epoch if y is not None and y.dim() == 1 and not y.is_floating_point()]
+    return found if len(found) == len(experiment.epoch) else []
+
+
+def sorted_classes(experiment: Experiment) -> Iterator[Finding]:
+    """Each batch holds one class."""
+    labels = [y for y in _labels(experiment) if len(y) >= 8]
+    if len(labels) < 3:
+        return
+    overall = len(torch.cat(labels).unique())
+    mean = sum(len(y.unique()) for y in labels) / len(labels)
+    if overall >= 3 and mean <= 1.5:
+        yield found("no-shuffle-sorted", "loader", f"{mean:.1f} classes a batch on average, {overall} in all")
+
+
+def worker_randomness(experiment: Experiment) -> Iterator[Finding]:
+    """A sample that is random is the same in every worker: each has a copy of one generator."""
+    loader = experiment.subject.loader
+    dataset = experiment.subject.dataset if experiment.subject.dataset is not None else getattr(loader, "dataset", None)
+    workers = getattr(loader, "num_workers", 0)
+    if dataset is None or not hasattr(dataset, "__getitem__") or not _owns_generator(dataset):
+        return
+    if workers < 2 and experiment.subject.dataset is None:
+        return
+    if experiment.left() < 8:
+        raise OutOfTime
+    count = max(2, workers, 3 if workers == 0 else 0)
+    with preserved(experiment.subject):
+        probe = DataLoader(
+            Subset(dataset, [0] * count),
+            batch_size=1,
+            num_workers=count,
+            multiprocessing_context=getattr(loader, "multiprocessing_context", None) or "fork",
+            worker_init_fn=getattr(loader, "worker_init_fn", None),
+        )
+        draws = [tensors_in(sample) for sample in probe]
+        again = tensors_in(dataset[0]), tensors_in(dataset[0])
+    if len(draws) == count and all(_equal(draws[0], d) for d in draws[1:]) and not _equal(*again):
+        yield found(
+            "same-worker-rng",
+            "dataset",
+            f"sample 0, drawn in {count} workers, is the same in all, though it differs from call to call",
+        )
+
+
+def _owns_generator(dataset: Any) -> bool:
+    import random
+
+    import numpy as np
+
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    return any(isinstance(value, kinds) for value in vars(dataset).values()) if hasattr(dataset, "__dict__") else False
+
+
+def validation(experiment: Experiment) -> Iterator[Finding]:
+    """The validation set is random from pass to pass, or holds training samples."""
+    loader = experiment.subject.val_loader
+    if loader is None:
+        return
+    first, second = list(experiment.read(loader)), []
+    with preserved(experiment.subject):
+        torch.manual_seed(1 + torch.initial_seed() % 2**31)
+        second = list(experiment.read(loader))
+    if len(first) == len(second) and first:
+        targets = [(a[2], b[2]) for a, b in zip(first, second, strict=True) if a[2] is not None and b[2] is not None]
+        ordered = targets and all(a.shape == b.shape and torch.equal(a, b) for a, b in targets)
+        inputs = [(a[1], b[1]) for a, b in zip(first, second, strict=True) if a[1] is not None and b[1] is not None]
+        if ordered and inputs and not all(a.shape == b.shape and torch.equal(a, b) for a, b in inputs):
+            yield found(
+                "augment-on-val",
+                "val_loader",
+                "two passes give the same targets in the same order, and different inputs",
+            )
+    train, held = _hashes(experiment.epoch), _hashes(first)
+    shared = sum(h in train for h in held)
+    if len(train) > 8 and len(held) > 8 and len(set(train)) > len(train) / 2 and shared > 0.02 * len(held):
+        whole = set(train) == set(held)
+        yield found(
+            "validates-on-training-set" if whole else "train-val-overlap",
+            "val_loader",
+            f"{shared} of {len(held)} validation samples are in the training set, element by element"
+            + ("; the two sets are the same" if whole else ""),
+            severity="hint" if whole else "error",
+        )
+
+
+def _hashes(batches: list[Any]) -> list[int]:
+    rows = []
+    for _, x, _ in batches:
+        if x is not None and x.dim() > 1 and x.layout is torch.strided and x[0].numel() > 1:
+            flat = x.detach().cpu().contiguous().flatten(1)
+            rows += [hash(row.view(torch.uint8).numpy().tobytes()) for row in flat]
+    return rows
+
+
+def imbalance(experiment: Experiment) -> Iterator[Finding]:
+    """One class is so frequent that the model says nothing else, and the loss does not mind."""
+    labels = _labels(experiment)
+    if not labels or experiment.input is None:
+        return
+    counts = torch.bincount(torch.cat(labels).clamp(min=0))
+    if len(counts[counts > 0]) < 2 or float(counts.max()) < 0.85 * float(counts.sum()):
+        return
+    out = experiment.output
+    if out is None or out.dim() != 2 or out.size(1) < len(counts):
+        return
+    rare = [int(c) for c in (counts > 0).nonzero() if c != counts.argmax()]
+    with experiment.after(60), torch.no_grad():
+        hits = total = 0
+        for _, x, y in experiment.epoch:
+            predicted = leading(experiment.forward(x))
+            if predicted is None or y is None or len(predicted) != len(y):
+                return
+            own = torch.isin(y, torch.tensor(rare))
+            hits += int((predicted.argmax(1)[own] == y[own]).sum())
+            total += int(own.sum())
+    if total and hits < 0.05 * total:
+        yield found(
+            "class-imbalance",
+            "targets",
+            f"{float(counts.max() / counts.sum()):.0%} of the labels are one class; after 60 steps {hits} of {total} "
+            "samples of the others are recognised",
+        )
+
+
+def alignment(experiment: Experiment) -> Iterator[Finding]:
+    """Labels say nothing about their own inputs, and much about their neighbours'."""
+    labels = _labels(experiment)
+    inputs = [x for _, x, _ in experiment.epoch if x is not None]
+    if not labels or len(inputs) != len(labels) or not inputs[0].is_floating_point() or inputs[0].dim() < 2:
+        return
+    dataset = experiment.subject.dataset
+    if dataset is not None and hasattr(dataset, "__len__") and len(dataset) <= 20_000:
+        with same_randomness():
+            rows = [tensors_in(dataset[i]) for i in range(len(dataset))]
+        if all(len(r) >= 2 for r in rows):
+            inputs, labels = [torch.stack([r[0] for r in rows])], [torch.stack([r[-1] for r in rows]).flatten()]
+    x, y = torch.cat([v.flatten(1) for v in inputs]).double(), torch.cat(labels)
+    x = torch.nan_to_num(x)
+    classes = y.unique()
+    if len(x) < 128 or not 2 <= len(classes) <= 50 or x.size(1) > 512 or len(y) != len(x):
+        return
+    base = float(max((y == c).double().mean() for c in classes))
+    sigma = math.sqrt(base * (1 - base) / (len(x) / 2))
+    scores = {offset: _linear_accuracy(x, y.roll(offset), classes) for offset in (0, -2, -1, 1, 2)}
+    best = max(scores, key=scores.__getitem__)
+    if best and scores[0] < base + 4 * sigma and scores[best] > base + SIGMAS * sigma:
+        yield found(
+            "labels-shifted-by-one",
+            "dataset",
+            f"held-out accuracy of a linear fit: {scores[0]:.2f} with the labels as they are, {scores[best]:.2f} with "
+            f"labels moved by {best} (most frequent class {base:.2f})",
+            best=best,
+        )
+    elif max(scores.values()) < base + max(0.05, 3 * sigma) and not _learns(experiment, y):
+        yield found(
+            "labels-misaligned",
+            "dataset",
+            f"a linear fit reaches {scores[0]:.2f} on held-out samples, the most frequent class {base:.2f}: no signal",
+            severity="hint",
+        )
+
+
+def _linear_accuracy(x: Tensor, y: Tensor, classes: Tensor) -> float:
+    """Return the held-out accuracy of a ridge regression on one-hot labels; even rows fit, odd rows test."""
+    x = (x - x.mean(0)) / (x.std(0) + 1e-9)
+    x = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+    hot = (y[:, None] == classes).double()
+    fit, test = slice(0, None, 2), slice(1, None, 2)
+    ridge = torch.eye(x.size(1), dtype=x.dtype) * 1e-2 * len(x)
+    weights = torch.linalg.solve(x[fit].T @ x[fit] + ridge, x[fit].T @ hot[fit])
+    return float(((x[test] @ weights).argmax(1) == hot[test].argmax(1)).double().mean())
+
+
+def _learns(experiment: Experiment, y: Tensor) -> bool:
+    """Return whether the loss on fresh samples falls clearly below what the labels' frequencies alone allow."""
+    shares = torch.bincount(y - y.min()).double() / len(y)
+    entropy = float(-(shares[shares > 0] * shares[shares > 0].log()).sum())
+    losses = finite(experiment.seen.losses)[: len(experiment.epoch)]
+    return len(losses) >= 4 and sum(losses[-2:]) / 2 < 0.9 * entropy
+
+
+def scale(experiment: Experiment) -> Iterator[Finding]:
+    """Inputs or targets are far from unit scale, and training on standardised ones goes much better."""
+    x, y, out = experiment.input, experiment.target, experiment.output
+    seen = experiment.seen
+    if x is None or len(seen.steps) < 3 or seen.steps[-1].error is not None:
+        return
+    inputs = [v.flatten() for _, v, _ in experiment.epoch if v is not None and v.is_floating_point()]
+    whole = torch.cat(inputs) if inputs else torch.ones(1)
+    rms = _rms(whole)
+    if not 0.02 < rms < 10 and math.isfinite(rms) and whole.std() > 0 and experiment.places[0] >= 0:
+        yield from _better(experiment, experiment.places[0], float(whole.mean()), float(whole.std()), rms)
+    if y is not None and out is not None and y.is_floating_point() and y.shape == out.shape:
+        wanted, given = _rms(y), _rms(out)
+        losses = experiment.again(LONG)
+        begin = finite(losses)[:1]
+        falls = begin and len(finite(losses)) == LONG and min(losses[-4:]) < 0.5 * begin[0]
+        if wanted > 100 * (given + 1) and not falls:
+            yield found(
+                "target-scale",
+                "targets",
+                f"targets have a root mean square of {wanted:.3g}, outputs of {given:.3g}; in {LONG} steps the loss "
+                "does "
+                "not halve",
+            )
+
+
+def _rms(t: Tensor) -> float:
+    return float(t.detach().double().square().mean().sqrt()) if t.numel() else 1.0
+
+
+def _better(experiment: Experiment, place: int, mean: float, std: float, rms: float) -> Iterator[Finding]:
+    def standardised(batch: Any) -> Any:
+        wanted = tensors_in(batch)[place]
+        return mapped(batch, lambda t: (t - mean) / std if t is wanted else t)
+
+    raw, other = experiment.again(LONG), experiment.again(LONG, batch=standardised)
+    if len(finite(other)) < LONG:
+        return
+    raw_end = min(raw[-4:]) if len(finite(raw)) == LONG else math.inf
+    if min(other[-4:]) < 0.5 * raw_end:
+
+        def trial() -> Trial:
+            before, after = (f"loss after {LONG} steps {end:.4g}" for end in (raw_end, min(other[-4:])))
+            return Trial("standardised inputs", before, after, min(other[-4:]) < raw_end)
+
+        yield found(
+            "unnormalised-inputs",
+            "input",
+            f"inputs have a root mean square of {rms:.3g}; after {LONG} steps the loss is {raw_end:.4g}, with "
+            f"standardised inputs {min(other[-4:]):.4g}",
+            trial=trial,
+            mean=f"{mean:.4g}",
+            std=f"{std:.4g}",
+        )
+
+
+def lonely_batch(experiment: Experiment) -> Iterator[Finding]:
+    """The last batch has one sample, and BatchNorm cannot train on it."""
+    loader = experiment.subject.loader
+    if not isinstance(loader, DataLoader) or not loader.batch_size or loader.drop_last:
+        return
+    norms = [m for m in experiment.subject.model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
+    try:
+        number = len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return
+    if (
+        norms
+        and loader.batch_size > 1
+        and number % loader.batch_size == 1
+        and isinstance(loader.sampler, (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler))
+    ):
+        raised = any("more than 1 value per channel" in str(s.error) for s in experiment.seen.steps if s.error)
+        if raised or len(experiment.seen.steps) < len(loader):
+            yield found(
+                "last-batch-of-one-bn",
+                "loader",
+                f"{number} samples in batches of {loader.batch_size} leave one alone, and BatchNorm1d needs two",
+            )
+
+
+RULES = (
+    nonfinite,
+    blank,
+    interleaved,
+    same_batch,
+    sorted_classes,
+    worker_randomness,
+    validation,
+    lonely_batch,
+    alignment,
+    imbalance,
+    scale,
+)

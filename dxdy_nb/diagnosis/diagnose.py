@@ -1,0 +1,89 @@
+"""``diagnose``: some real steps, then every stage's rules in order."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from dxdy_nb.diagnosis import backward, crash, data, forward, loss, reproduce, update
+from dxdy_nb.diagnosis.probes import Experiment, OutOfTime
+from dxdy_nb.diagnosis.report import Finding, Report, ordered
+from dxdy_nb.diagnosis.saw import saw
+from dxdy_nb.diagnosis.subject import NAMES, is_one_shot, preserved, subject_of
+from dxdy_nb.errors import DxdyError
+
+TIME = 40.0  # seconds
+Rule = Callable[[Experiment], Iterator[Finding]]
+# Every stage has a tuple RULES. A rule reads the experiment and yields findings.
+STAGE_MODULES = (crash, data, forward, loss, backward, update, reproduce)
+
+
+def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit: float = TIME, **given: Any) -> Report:
+    """Return what is wrong with a training set-up: the stage, the cause, the evidence and the fix.
+
+    Some real steps are run and recorded; then each stage's rules are tried in order, on the same objects. At the end
+    everything is put back: weights, gradients, buffers, optimizer, scheduler, scaler, random generators.
+
+    Parameters
+    ----------
+    batches : how many batches of a one-shot iterator may be used up
+    steps : how many steps to watch; without it at most 24, as time allows
+    time_limit : seconds; what could not be checked within them is said in the report
+    given : ``model``, ``loss_fn``, ``loader``, ``optimizer``; where there are such things also ``optimizers``,
+        ``train_step(model, batch, optimizer, loss_fn, step)``, ``val_loader``, ``dataset``, ``scheduler``, ``scaler``,
+        ``accumulation_steps``, ``causal`` (next-token training), ``batch_coupled`` (samples interact by design),
+        ``pad_id``, ``on_epoch_end``, ``validate``, ``save`` and ``resume``, ``ema_model``, ``best_state``. Without a
+        ``train_step`` a step is: zero_grad, ``loss_fn(model(x), y)``, backward, step.
+
+    Raises
+    ------
+    DxdyError
+        An unknown keyword, no model, a loader that can be read only once.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> batch = torch.ones(8, 2), torch.ones(8)  # the target lacks a dimension
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    >>> report = diagnose(model=model, loss_fn=torch.nn.MSELoss(), loader=[batch] * 4, optimizer=optimizer)
+    >>> report.healthy
+    False
+    """
+    unknown = [name for name in given if name not in NAMES]
+    if unknown:
+        raise DxdyError(f"diagnose: unknown {', '.join(unknown)}. Known: {', '.join(NAMES)}.")
+    began = time.monotonic()
+    subject = subject_of(given)
+    if subject.loader is not None and is_one_shot(subject.loader):
+        if batches is None:
+            raise DxdyError(
+                "diagnose: loader= is an iterator, and what is read from it is gone. Pass a DataLoader or a list, or "
+                "say how many batches may be used up: batches=8."
+            )
+        object.__setattr__(subject, "loader", [batch for _, batch in zip(range(batches), subject.loader, strict=False)])
+    experiment = Experiment(subject, began + time_limit, steps)
+    with preserved(subject), torch.enable_grad():
+        experiment.observe()
+        findings, unchecked = judged(experiment)
+    return Report(tuple(ordered(findings)), saw(experiment), tuple(unchecked), time.monotonic() - began)
+
+
+def judged(experiment: Experiment) -> tuple[list[Finding], list[str]]:
+    """Return the findings of all rules, and what could not be checked."""
+    findings: list[Finding] = []
+    unchecked = list(experiment.seen.notes)
+    for module in STAGE_MODULES:
+        for rule in module.RULES:
+            try:
+                findings += rule(experiment)
+            except OutOfTime:
+                unchecked.append(f"{_words(rule)}: no time was left")
+            except Exception as error:
+                unchecked.append(f"{_words(rule)}: {type(error).__name__}: {error}")
+    return findings, unchecked
+
+
+def _words(rule: Rule) -> str:
+    return rule.__name__.replace("_", " ")

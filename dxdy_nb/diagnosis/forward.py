@@ -1,0 +1,421 @@
+"""Does the model compute what was meant, sample by sample?"""
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dxdy_nb.diagnosis.backward import _names
+from dxdy_nb.diagnosis.loss import _last_operation
+from dxdy_nb.diagnosis.observation import tensors_in
+from dxdy_nb.diagnosis.probes import Experiment, finite, graph_nodes, leading
+from dxdy_nb.diagnosis.report import Finding, found
+from dxdy_nb.diagnosis.subject import preserved, same_randomness
+
+NORMS = (nn.modules.batchnorm._BatchNorm,)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+DEAD = 0.95  # of a layer's units, zero for every sample
+FEWEST = 8  # samples that a statement about all samples needs
+LONG = 40  # steps of a counterfactual
+TRAINED = 15  # steps after which a zero-initialised branch has left zero
+
+
+def no_graph(experiment: Experiment) -> Iterator[Finding]:
+    """The training forward was not recorded."""
+    step = next((s for s in experiment.seen.steps if s.error is not None), None)
+    calls = step.calls if step is not None else []
+    if (
+        step is not None
+        and calls
+        and not any(call.grad for call in calls)
+        and "does not require grad" in str(step.error)
+    ):
+        yield found(
+            "whole-forward-no-grad",
+            experiment.subject.name_of(calls[0].module),
+            "its forward ran with gradients switched off, and backward was called on what came of it",
+        )
+
+
+def settings(experiment: Experiment) -> Iterator[Finding]:
+    """A layer's setting contradicts what the layer is for."""
+    listed: dict[int, int] = {}
+    for name, module in experiment.subject.model.named_modules():
+        if isinstance(module, DROPOUTS) and module.p >= 0.9:
+            yield found(
+                "dropout-keep-prob",
+                name,
+                f"p={module.p}: of all units {module.p:.0%} are zeroed in training",
+                dropped=f"{1 - module.p:.2g}",
+                kept=f"{module.p:g}",
+                name=f"{name!r}",
+            )
+        momentum = getattr(module, "momentum", None)
+        if isinstance(module, NORMS) and module.track_running_stats and _odd(momentum):
+            yield found(
+                "bn-momentum-frozen",
+                name,
+                f"momentum={momentum}: running statistics are "
+                + ("never updated" if momentum == 0 else f"those of the last batch to {momentum:.1%}"),
+                name=f"{name!r}",
+            )
+        if isinstance(module, (nn.Sequential, nn.ModuleList)):
+            for child in module:
+                if any(p.requires_grad for p in child.parameters()):
+                    listed[id(child)] = listed.get(id(child), 0) + 1
+    if listed and max(listed.values()) > 1:
+        yield found(
+            "repeated-layer-shared",
+            "model",
+            f"one module object is listed {max(listed.values())} times: these layers share their weights",
+            severity="hint",
+        )
+
+
+def _odd(momentum: float | None) -> bool:
+    return momentum is not None and (momentum == 0 or 0.9 <= momentum < 1)
+
+
+def first_nonfinite(experiment: Experiment) -> Iterator[Finding]:
+    """The input was finite, and a module made something of it that is not."""
+    for step in experiment.seen.steps:
+        if step.batch is None or (math.isfinite(step.value) and step.index < len(experiment.seen.steps) - 1):
+            continue
+        calls = [c for c in step.calls if not _finite(c.output) and _finite((c.args, c.kwargs))]
+        if not calls or not all(bool(torch.isfinite(p).all()) for p in experiment.initial.values()):
+            return
+        if _finite(_again(calls[0], experiment)):
+            return  # the weights as they were given bear this batch: training spoilt them, another stage's matter
+        where = _where_nonfinite(experiment, step.index, calls[0])
+        yield found(
+            "nonfinite-activation",
+            where or experiment.subject.name_of(calls[0].module),
+            f"step {step.index}: its input is finite, its output is not",
+        )
+        return
+
+
+def _again(call: Any, experiment: Experiment) -> Any:
+    with preserved(experiment.subject), torch.no_grad():
+        return call.module(*call.args, **call.kwargs)
+
+
+def _where_nonfinite(experiment: Experiment, index: int, call: Any) -> str:
+    """Return the innermost module that first made something not finite of finite input, on that batch."""
+    found: list[str] = []
+    names = {id(m): n for n, m in experiment.subject.model.named_modules()}
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        if not found and not _finite(output) and _finite(args):
+            found.append(names.get(id(module), ""))
+
+    handles = [m.register_forward_hook(look) for m in experiment.subject.model.modules()]
+    try:
+        with experiment.after(index), torch.no_grad():
+            call.module(*call.args, **call.kwargs)
+    except Exception:
+        return ""
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else ""
+
+
+def _finite(value: Any) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors_in(value) if t.is_floating_point())
+
+
+def sizes(experiment: Experiment) -> Iterator[Finding]:
+    """Activations grow beyond all measure from layer to layer."""
+    x = experiment.input
+    if experiment.call is None or x is None:
+        return
+    sizes: list[tuple[str, float]] = []
+    handles = [
+        module.register_forward_hook(
+            lambda m, i, o, name=name: (
+                sizes.append((name, float(o.detach().abs().max())))
+                if torch.is_tensor(o) and o.is_floating_point() and o.numel()
+                else None
+            )
+        )
+        for name, module in experiment.subject.model.named_modules()
+        if name
+    ]
+    try:
+        experiment.forward(evaluate=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    largest = float(x.abs().max()) if x.is_floating_point() and x.numel() else 1.0
+    over = [(name, size) for name, size in sizes if size > 1e4 * (1 + largest)]
+    if over and math.isfinite(largest):
+        yield found(
+            "exploding-init",
+            over[0][0],
+            f"before any training |activation| reaches {over[-1][1]:.3g} for |input| up to {largest:.3g}",
+        )
+
+
+def dead_units(experiment: Experiment) -> Iterator[Finding]:
+    """Nearly all units behind a ReLU are zero for every sample, so nothing flows back."""
+    out = leading(experiment.forward(evaluate=False, grad=True)) if experiment.call is not None else None
+    if out is None or out.grad_fn is None:
+        return
+    for node in graph_nodes(out):
+        if type(node).__name__ != "ReluBackward0":
+            continue
+        result = node._saved_result
+        if result.dim() < 2 or len(result) < FEWEST or result[0].numel() < 4:
+            continue
+        share = float((result.flatten(1) == 0).all(0).float().mean())
+        if share > DEAD:
+            yield found(
+                "dead-relu",
+                "a ReLU of shape " + str(list(result.shape)),
+                f"{share:.0%} of its units are zero for all {len(result)} samples",
+            )
+            return
+
+
+def range_of_output(experiment: Experiment) -> Iterator[Finding]:
+    """The last operation cannot give what a good part of the targets asks for."""
+    y, out = experiment.target, experiment.output
+    if y is None or out is None or not y.is_floating_point() or y.shape != out.shape:
+        return
+    negative = float((y < 0).float().mean())
+    if negative > 0.2 and _last_operation(experiment) == "ReluBackward0":
+        yield found(
+            "final-relu",
+            "the last operation",
+            f"the output ends in a ReLU, and {negative:.0%} of the targets are negative",
+        )
+
+
+def random_in_eval(experiment: Experiment) -> Iterator[Finding]:
+    """Dropout is active in eval mode."""
+    if experiment.call is None:
+        return
+    explicit: list[bool] = []
+    originals = {n: getattr(F, n) for n in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")}
+
+    def watching(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            given = "training" in bound.arguments
+            bound.apply_defaults()
+            if bound.arguments["training"] and bound.arguments["p"] > 0:
+                explicit.append(given)
+            return original(*args, **kwargs)
+
+        return observed
+
+    try:
+        for name, original in originals.items():
+            setattr(F, name, watching(original))
+        experiment.forward()
+    finally:
+        for name, original in originals.items():
+            setattr(F, name, original)
+    if explicit:
+        meant = all(explicit)
+        yield found(
+            "functional-dropout-eval",
+            "F.dropout",
+            f"{len(explicit)} dropout calls are active in eval mode"
+            + (", with training=True spelled out" if meant else ": training= was left at its default, True"),
+            severity="hint" if meant else "error",
+        )
+
+
+def samples_mix(experiment: Experiment) -> Iterator[Finding]:
+    """The output of a sample changes when only the other samples are replaced."""
+    x, out = experiment.input, experiment.output
+    if x is None or out is None or experiment.subject.batch_coupled or x.dim() < 2 or out.dim() < 1:
+        return
+    n = len(x)
+    if n < 4 or len(out) != n or len(experiment.epoch) < 2:
+        return  # one batch that is all there is may be a graph, whose nodes belong together
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        other = torch.cat([x[:1], x[1:][torch.randperm(n - 1, generator=generator)].roll(1, -1)])
+        strangers = [b for _, b, _ in experiment.epoch[1:] if b is not None and b.shape == x.shape]
+        if strangers:
+            other = torch.cat([x[:1], strangers[0][1:]])
+        with same_randomness():
+            base, base_again = leading(experiment.forward()), leading(experiment.forward())
+        mixed = leading(experiment.forward(other))
+        if base is None or mixed is None or base_again is None or not torch.equal(base, base_again):
+            return
+        change = float((base[0] - mixed[0]).abs().max())
+        scale = float(base.abs().max()) + 1e-12
+        if not change > 1e-4 * scale:
+            return
+        order = torch.arange(n).roll(1)
+        moved = leading(experiment.forward(x[order]))
+        by_design = moved is not None and float((moved - base[order]).abs().max()) < 1e-4 * scale
+    yield found(
+        "view-not-permute",
+        "model",
+        f"in eval mode the output of sample 0 moves by {change:.3g} (of {scale:.3g}) when only the other samples change"
+        + ("; the model treats all samples alike, so this may be meant" if by_design else ""),
+        severity="hint" if by_design else "error",
+    )
+
+
+def sees_the_future(experiment: Experiment) -> Iterator[Finding]:
+    """Outputs of early positions change when only later tokens do."""
+    x, out, y = experiment.input, experiment.output, experiment.target
+    tokens = list(tensors_in(experiment.first.batch)) if experiment.first is not None else []
+    if x is None or out is None or x.is_floating_point() or x.dim() != 2 or x.size(1) < 4 or out.dim() != 3:
+        return
+    targets = [t for t in [y, *tokens] if t is not None and t.shape == x.shape and t is not x]
+    next_token = any(bool((t[:, :-1] == x[:, 1:]).all()) for t in targets)
+    if not (experiment.subject.causal or next_token) or out.shape[:2] != x.shape:
+        return
+    middle = x.size(1) // 2
+    changed = x.clone()
+    changed[:, middle:] = x[:, middle:].roll(1, 0) if len(x) > 1 else x[:, middle:].flip(1)
+    with torch.no_grad():
+        base, other = leading(experiment.forward()), leading(experiment.forward(changed))
+    if base is None or other is None:
+        return
+    change = float((base[:, :middle] - other[:, :middle]).abs().max())
+    if change > 1e-4 * float(base.abs().max()):
+        yield found(
+            "causal-leak",
+            "attention",
+            f"outputs before position {middle} move by {change:.3g} when only tokens from {middle} on change; the "
+            "targets are the next tokens",
+        )
+
+
+def affine(experiment: Experiment) -> Iterator[Finding]:
+    """Several linear layers in a row, and nothing between them: the whole is one linear map."""
+    layers = [m for m in experiment.subject.model.modules() if isinstance(m, nn.Linear)]
+    x = experiment.input
+    if len(layers) < 2 or x is None or not x.is_floating_point() or experiment.left() < 3:
+        return
+    narrow = [min(m.in_features, m.out_features) for m in layers]
+    if any(inner < min(layers[0].in_features, layers[-1].out_features) for inner in narrow[:-1]):
+        return  # a bottleneck: low rank is what such a pair is for
+    others = [b for _, b, _ in experiment.epoch[1:] if b is not None and b.shape == x.shape] or [x.roll(1, 0)]
+    with experiment.after(min(TRAINED, max(1, len(experiment.seen.steps)))), torch.no_grad():
+        a, b = x.double(), others[0].double()
+        try:
+            with preserved(experiment.subject):
+                experiment.subject.model.double()
+                f, g, h = (leading(experiment.forward(v)) for v in (a, b, (a + b) / 2))
+        except Exception:
+            return
+    if f is None or g is None or h is None or float((f - g).abs().max()) < 1e-9:
+        return
+    bend = float((f + g - 2 * h).abs().max()) / float(f.abs().max() + g.abs().max())
+    if bend > 1e-5:
+        return
+    plain, bent = experiment.again(LONG), _with_activations(experiment, layers[:-1])
+    ends = [min(finite(losses)[-4:], default=math.inf) for losses in (plain, bent)]
+    helps = len(finite(bent)) == LONG and ends[1] < 0.5 * ends[0]
+    yield found(
+        "missing-activation",
+        "model",
+        f"{len(layers)} linear layers, and f(a) + f(b) - 2 f((a+b)/2) is {bend:.1e} of f: the network is affine; after "
+        f"{LONG} steps the loss is {ends[0]:.4g}, with ReLUs between the layers {ends[1]:.4g}",
+        severity="error" if helps else "hint",
+    )
+
+
+def _with_activations(experiment: Experiment, layers: list[nn.Linear]) -> list[float]:
+    handles = [layer.register_forward_hook(lambda m, i, o: F.relu(o)) for layer in layers]
+    try:
+        return experiment.again(LONG)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Writes(torch.overrides.TorchFunctionMode):
+    """Notes in-place operations on memory that a recorded operation has made, done behind autograd's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Tensor] = {}
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        first = args[0] if args and torch.is_tensor(args[0]) else None
+        if first is not None and name.endswith("_") and not name.endswith("__") and not first.requires_grad:
+            own = self.made.get(first.data_ptr())
+            if own is not None and own is not first and first.numel():
+                self.found.append(name)
+        result = func(*args, **(kwargs or {}))
+        for t in tensors_in(result):
+            if t.grad_fn is not None and t.layout is torch.strided and t.numel():
+                self.made.setdefault(t.data_ptr(), t)  # held, so that its address stays its own
+        return result
+
+
+def written_behind(experiment: Experiment) -> Iterator[Finding]:
+    """A value that backward needs was changed through .data or detach(), which autograd does not see."""
+    if experiment.call is None or experiment.call.module is not experiment.subject.model:
+        return
+    writes = _Writes()
+    with preserved(experiment.subject), writes:
+        experiment.call.module(*experiment.call.args, **experiment.call.kwargs)
+    if writes.found:
+        yield found(
+            "data-inplace-wrong-grad",
+            "forward",
+            f"{', '.join(sorted(set(writes.found)))} wrote into a result that has a graph, through .data or detach(): "
+            "autograd did not see it, so gradients belong to other values",
+        )
+
+
+def clones(experiment: Experiment) -> Iterator[Finding]:
+    """All units of a layer began alike, and still are after some steps."""
+    asked = {
+        f"{name}.weight": m.weight
+        for name, m in experiment.subject.model.named_modules()
+        if isinstance(m, (nn.Linear, nn.Conv2d)) and len(m.weight) > 1 and m.weight.requires_grad
+    }
+    begin = [n for n in asked if n in experiment.initial and _rows_equal(experiment.initial[n], 0.0)]
+    if not begin or not experiment.batches:
+        return
+    with experiment.after(min(5, max(1, len(experiment.seen.steps)))):
+        parameters = experiment.subject.parameters
+        still = [n for n in begin if _rows_equal(parameters[n].detach(), 1e-6) and n in experiment.seen.moved]
+    if still:
+        yield found(
+            "symmetric-init",
+            _names(still),
+            f"all {len(asked[still[0]])} rows of {still[0]} are equal at the start and after the steps: one unit, "
+            "many times",
+            name=f"{still[0]!r}",
+        )
+
+
+def _rows_equal(weight: Tensor, tolerance: float) -> bool:
+    return float((weight - weight[:1]).abs().max()) <= tolerance * float(weight.abs().max())
+
+
+RULES = (
+    no_graph,
+    settings,
+    first_nonfinite,
+    sizes,
+    dead_units,
+    range_of_output,
+    random_in_eval,
+    samples_mix,
+    sees_the_future,
+    affine,
+    written_behind,
+    clones,
+)

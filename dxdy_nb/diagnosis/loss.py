@@ -1,0 +1,450 @@
+"""Does the loss ask for what was meant?"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dxdy_nb.diagnosis.observation import mapped, tensors_in
+from dxdy_nb.diagnosis.probes import Experiment, Reading, leading, main_call, same_tensor
+from dxdy_nb.diagnosis.report import Finding, found
+from dxdy_nb.diagnosis.subject import same_randomness
+
+CLOSE = 1e-4
+PADDED = 0.1  # share of positions: fewer do not move the mean much
+PASSING = {
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "UnsqueezeBackward0",
+    "ReshapeAliasBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "SelectBackward0",
+    "CloneBackward0",
+    "ToCopyBackward0",
+    "FlattenBackward0",
+    "TBackward0",
+}
+
+
+def _with_target(experiment: Experiment, y: Tensor) -> float:
+    """Return the first step's loss with another target in the place of the recorded one."""
+    step, old = experiment.first, experiment.target
+    assert step is not None and old is not None
+    call = step.losses[-1]
+    args, kwargs = mapped((call.args, call.kwargs), lambda t: y if same_tensor(t, old) else t)
+    with same_randomness(), torch.no_grad():
+        return float(call.module(*args, **kwargs))
+
+
+def target_is_spread(experiment: Experiment) -> Iterator[Finding]:
+    """Each target is compared with every output: the pairs can be shuffled and the loss stays the same."""
+    reading, y = experiment.reading, experiment.target
+    if reading is None or y is None or reading.gradient is None or y.dim() < 1 or len(y) < 4:
+        return
+    out = reading.output
+    try:
+        shape = torch.broadcast_shapes(out.shape, y.shape)
+    except RuntimeError:
+        return
+    if math.prod(shape) <= max(out.numel(), y.numel()) or out.shape == y.shape:
+        return
+    value = _with_target(experiment, y)
+    shuffled = [_with_target(experiment, y[torch.arange(len(y)).roll(k)]) for k in (1, 3)]
+    changed = _with_target(experiment, y + y.double().std().to(y) if y.is_floating_point() else y + 1)
+    same = all(abs(v - value) <= 1e-5 * max(1.0, abs(value)) for v in shuffled)
+    if same and abs(changed - value) > 1e-5 * max(1.0, abs(value)):
+        yield found(
+            "mse-broadcast",
+            "loss_fn",
+            f"output {list(out.shape)} and target {list(y.shape)} broadcast to {list(shape)}: shuffling the targets "
+            f"leaves the loss at {value:.6g}",
+        )
+
+
+def single_logit(experiment: Experiment) -> Iterator[Finding]:
+    """A softmax over one class is 1, whatever the logit: no loss, no gradient."""
+    reading = experiment.reading
+    if reading is None or reading.gradient is None or reading.kind not in ("cross_entropy", "soft_cross_entropy"):
+        return
+    if reading.output.dim() > 1 and reading.output.size(1) == 1 and not reading.gradient.any():
+        yield found(
+            "ce-single-logit",
+            "loss_fn",
+            f"cross-entropy over one class: loss {reading.value:.3g}, its gradient exactly 0",
+        )
+
+
+def wrong_input(experiment: Experiment) -> Iterator[Finding]:
+    """The loss expects logits, probabilities or log-probabilities, and gets another of them."""
+    reading = experiment.reading
+    if reading is None or reading.output.numel() == 0:
+        return
+    outputs = [
+        out for step in experiment.seen.steps if (call := main_call(step)) and (out := leading(call.output)) is not None
+    ]
+    outputs = [out.float() for out in outputs if out.dim() == reading.output.dim()]
+    classes = [out.transpose(1, -1) for out in outputs if out.dim() > 1] or outputs
+    if not outputs or not classes[0].dim():
+        return
+    if reading.kind == "nll":
+        total = classes[0].exp().sum(-1)
+        if bool(((total - 1).abs() > 1e-3).any()):
+            yield found(
+                "nll-on-logits",
+                "loss_fn",
+                f"nll_loss needs log-probabilities; exp(output) sums to {float(total.mean()):.3g} a row, not 1",
+            )
+    sums = all(bool((out >= 0).all()) and bool(((out.sum(-1) - 1).abs() < CLOSE).all()) for out in classes)
+    if reading.kind in ("cross_entropy", "soft_cross_entropy") and sums and classes[0].size(-1) > 1:
+        floor = math.log(1 + (classes[0].size(-1) - 1) * math.exp(-1))
+        yield found(
+            "softmax-then-ce",
+            "loss_fn",
+            "the output is non-negative and sums to 1 in every row, and cross_entropy takes the softmax of it again: "
+            f"the loss cannot fall below {floor:.3g}",
+        )
+    if reading.kind == "bce_logits" and _last_operation(experiment) == "SigmoidBackward0":
+        yield found(
+            "sigmoid-then-bcelogits",
+            "loss_fn",
+            "the output comes from a sigmoid, and binary_cross_entropy_with_logits takes it again: probabilities stay "
+            "between 0.5 and 0.73",
+        )
+
+
+def _last_operation(experiment: Experiment) -> str:
+    """Return the operation that made the output, behind views and copies."""
+    out = leading(experiment.forward(grad=True))
+    node = out.grad_fn if out is not None else None
+    while node is not None and type(node).__name__ in PASSING:
+        node = node.next_functions[0][0]
+    return type(node).__name__ if node is not None else ""
+
+
+def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
+    """Targets are not what the recognised loss is defined for."""
+    reading = experiment.reading
+    if reading is None:
+        return
+    targets = [y for _, _, y in experiment.epoch if y is not None and y.numel()]
+    if reading.kind == "bce_logits" and targets:
+        low, high = min(float(y.min()) for y in targets), max(float(y.max()) for y in targets)
+        if low < 0 or high > 1:
+            yield found(
+                "mask-0-255-bce",
+                "targets",
+                f"binary_cross_entropy_with_logits needs targets within 0 and 1; they reach from {low:g} to {high:g}",
+            )
+    if reading.kind == "cross_entropy" and targets and not targets[0].is_floating_point() and reading.output.dim() > 1:
+        classes, ignored = reading.output.size(1), getattr(reading.node, "_saved_ignore_index", -100)
+        bad = [y for y in targets if bool(((y != _signed(ignored)) & ((y < 0) | (y >= classes))).any())]
+        if bad and reading.output.dim() == 2 and targets[0].dim() == 1:
+            yield found(
+                "label-out-of-range",
+                "targets",
+                f"labels reach from {min(int(y.min()) for y in bad)} to {max(int(y.max()) for y in bad)}; the output "
+                "has "
+                f"{classes} classes, 0 to {classes - 1}",
+            )
+    whole = [y for y in targets if not y.is_floating_point() or bool((y == y.round()).all())]
+    if reading.kind == "mse" and len(whole) == len(targets) > 0 and not targets[0].is_floating_point():
+        values = torch.cat([y.flatten() for y in targets]).unique()
+        if 2 < len(values) <= 50:
+            yield found(
+                "mse-on-class-index",
+                "loss_fn",
+                f"integer targets with {len(values)} values are regressed with a squared error",
+                severity="hint",
+            )
+
+
+def _signed(index: int) -> int:
+    """Return an index that a node may give as an unsigned number."""
+    return index - 2**64 if index >= 2**63 else index
+
+
+def class_weights(experiment: Experiment) -> Iterator[Finding]:
+    """The class that is frequent already is weighted up, the rare one down."""
+    reading = experiment.reading
+    if reading is None or reading.kind != "cross_entropy":
+        return
+    weight = getattr(reading.node, "_saved_weight", None)
+    targets = [y.flatten() for _, _, y in experiment.epoch if y is not None and not y.is_floating_point()]
+    if weight is None or not targets or len(weight) < 2:
+        return
+    counts = torch.bincount(torch.cat(targets).clamp(min=0), minlength=len(weight))[: len(weight)].double()
+    weight = weight.double()
+    rare, common = int(counts.argmin()), int(counts.argmax())
+    if counts[common] > 3 * counts[rare] and weight[common] > 2 * weight[rare]:
+        yield found(
+            "class-weights-swapped",
+            "loss_fn",
+            f"class {common} has {int(counts[common])} samples and weight {float(weight[common]):.3g}, class {rare} "
+            "has "
+            f"{int(counts[rare])} and {float(weight[rare]):.3g}",
+        )
+
+
+def below_zero(experiment: Experiment) -> Iterator[Finding]:
+    """A loss between 0 and 1 rewards the perfect answer beyond its own bound."""
+    reading, y = experiment.reading, experiment.target
+    if reading is None or reading.kind or y is None or not y.is_floating_point() or y.shape != reading.output.shape:
+        return
+    out = reading.output
+    if float(out.min()) < 0 or float(out.max()) > 1 or float(y.min()) < 0 or float(y.max()) > 1:
+        return
+    perfect = [float(v) for step in experiment.seen.steps[:6] if (v := _perfect(experiment, step.index)) is not None]
+    usual = [step.value for step in experiment.seen.steps[:3]]
+    if perfect and min(perfect) < -1e-3 and all(0 <= v <= 1.5 for v in usual[:1]):
+        yield found(
+            "dice-counts-eps-twice",
+            "loss_fn",
+            f"with the target itself as the output the loss is {min(perfect):.3g}; a loss 1 - overlap ends at 0",
+        )
+
+
+def _perfect(experiment: Experiment, index: int) -> Tensor | None:
+    step = experiment.seen.steps[index]
+    if not step.losses or not step.losses[-1].args:
+        return None
+    call = step.losses[-1]
+    targets = [t for t in call.args[1:] if torch.is_tensor(t)]
+    main = main_call(step)
+    old = leading(main.output) if main is not None else None
+    if not targets or old is None or targets[0].shape != old.shape:
+        return None
+    args, kwargs = mapped((call.args, call.kwargs), lambda t: targets[0] if same_tensor(t, old) else t)
+    with torch.no_grad(), same_randomness():
+        return call.module(*args, **kwargs)
+
+
+def reversed_divergence(experiment: Experiment) -> Iterator[Finding]:
+    """The divergence is taken the other way round: KL(model | target)."""
+    reading, y = experiment.reading, experiment.target
+    if reading is None or y is None or not y.is_floating_point() or y.shape != reading.output.shape or y.dim() < 2:
+        return
+    rows = y.sum(-1)
+    if bool((y < 0).any()) or bool(((rows - 1).abs() > 1e-3).any()):
+        return
+    out = reading.output
+    q = out.log_softmax(-1)
+    p = y.clamp_min(1e-12)
+    forward = (p * (p.log() - q)).sum(-1)
+    backward = (q.exp() * (q - p.log())).sum(-1)
+    for scale in (1.0, 1.0 / y.size(-1)):
+        ours, other = float(backward.mean()) * scale, float(forward.mean()) * scale
+        if abs(reading.value - ours) < CLOSE * max(1.0, abs(ours)) and abs(ours - other) > 10 * CLOSE:
+            yield found(
+                "kldiv-swapped",
+                "loss_fn",
+                f"the loss {reading.value:.5g} is KL(model | target); KL(target | model) would be {other:.5g}",
+                severity="hint",
+            )
+            return
+
+
+def shifted(experiment: Experiment) -> Iterator[Finding]:
+    """In next-token training each position must be asked for the token after it; the gradient tells which it is."""
+    reading, x = experiment.reading, experiment.input
+    if reading is None or x is None or reading.gradient is None or not experiment.subject.causal:
+        return
+    g = reading.gradient
+    if x.is_floating_point() or x.dim() != 2 or g.dim() != 3 or g.shape[:2] != x.shape:
+        return
+    used = g.abs().sum(-1) > 0
+    asked = g.argmin(-1)
+    length = x.size(1)
+    shares = {}
+    for shift in range(4):
+        here = used[:, : length - shift] if shift else used
+        if bool(here.any()):
+            shares[shift] = float((asked[:, : length - shift] == x[:, shift:])[here].float().mean())
+    best = max(shares, key=shares.__getitem__, default=1)
+    if shares and best != 1 and shares[best] > 0.99 and shares.get(1, 0.0) < 0.9:
+        yield found(
+            "labels-shifted-twice" if best > 1 else "labels-not-shifted",
+            "loss_fn",
+            f"the gradient asks position t for the input token t+{best} ({shares[best]:.0%} of positions), not t+1",
+        )
+
+
+def padding(experiment: Experiment) -> Iterator[Finding]:
+    """Positions that are padding in input and target take part in the loss."""
+    reading, x, y = experiment.reading, experiment.input, experiment.target
+    pad = experiment.subject.pad_id
+    embeddings = [m for m in experiment.subject.model.modules() if isinstance(m, torch.nn.Embedding)]
+    if pad is None and embeddings and embeddings[0].padding_idx is not None:
+        pad = embeddings[0].padding_idx
+    if pad is None or reading is None or reading.gradient is None or x is None or x.is_floating_point():
+        return
+    step = experiment.first
+    own = [t for t in _batch_tensors(experiment) if t.shape == x.shape and not t.is_floating_point() and t is not x]
+    target = own[-1] if own else y
+    if step is None or target is None or target.shape != x.shape or reading.gradient.shape[: x.dim()] != x.shape:
+        return
+    padded = (x == pad) & (target == pad)
+    counted = reading.gradient.abs().flatten(x.dim()).sum(-1) > 0
+    share = float((padded & counted).float().mean())
+    if share > PADDED:
+        yield found(
+            "trains-on-padding",
+            "loss_fn",
+            f"{share:.0%} of all positions are padding (id {pad}) in input and target, and the loss has a gradient "
+            "there",
+            pad=pad,
+        )
+
+
+def _batch_tensors(experiment: Experiment) -> list[Tensor]:
+    return tensors_in(experiment.first.batch) if experiment.first is not None else []
+
+
+def wrong_sign(experiment: Experiment) -> Iterator[Finding]:
+    """Going down the loss takes the output away from the target."""
+    reading, y = experiment.reading, experiment.target
+    if reading is None or reading.gradient is None or not reading.gradient.any():
+        return
+    reference, g = _reference(reading), reading.gradient
+    if reference is None:
+        if y is not None and not reading.kind.startswith("cross") and _names_classes(y, g):
+            climbs = float((g.gather(1, y[:, None]) > 0).float().mean())
+            if climbs > 0.9:
+                yield found(
+                    "wrong-sign",
+                    "loss_fn",
+                    f"on {climbs:.0%} of the samples going down the loss lowers the score of the true class",
+                )
+        return
+    cosine = float(F.cosine_similarity(reading.gradient.flatten().double(), reference.flatten().double(), dim=0))
+    if cosine < -0.9:
+        yield found(
+            "wrong-sign",
+            "loss_fn",
+            f"the loss's gradient at the output points against that of {reading.kind} (cosine {cosine:.3f}): each step "
+            "takes the output away from the target",
+        )
+
+
+def _names_classes(y: Tensor, g: Tensor) -> bool:
+    """Return whether a target holds one class index for each row of the output."""
+    whole = not y.is_floating_point() and y.dim() == 1 and g.dim() == 2 and len(y) == len(g) and g.size(1) > 1
+    return whole and bool(((y >= 0) & (y < g.size(1))).all())
+
+
+def _reference(reading: Reading) -> Tensor | None:
+    """Return the gradient that the recognised loss has by itself."""
+    out, node = reading.output.detach().clone().requires_grad_(), reading.node
+    y = getattr(node, "_saved_target", reading.target)
+    if y is None:
+        return None
+    with torch.enable_grad():
+        try:
+            if reading.kind in ("cross_entropy", "nll"):
+                flat = out.flatten(0, -2) if y.dim() == 1 and out.dim() > 2 else out
+                function = F.cross_entropy if reading.kind == "cross_entropy" else F.nll_loss
+                loss = function(flat, y, ignore_index=_signed(getattr(node, "_saved_ignore_index", -100)))
+            elif reading.kind == "bce_logits":
+                loss = F.binary_cross_entropy_with_logits(out, y.view_as(out))
+            elif reading.kind in ("mse", "l1"):
+                loss = F.mse_loss(out, y.view_as(out).to(out))
+            else:
+                return None
+        except (RuntimeError, ValueError, IndexError):
+            return None
+        return torch.autograd.grad(loss, out)[0]
+
+
+def not_a_number(experiment: Experiment) -> Iterator[Finding]:
+    """Output and targets were finite, and the loss of them was not."""
+    for step in experiment.seen.steps:
+        if math.isfinite(step.value) or step.error is not None:
+            continue
+        call = main_call(step)
+        out = leading(call.output) if call is not None else None
+        given = [t for loss in step.losses for t in _floats((loss.args, loss.kwargs))]
+        if out is None or not bool(torch.isfinite(out).all()) or not all(bool(torch.isfinite(t).all()) for t in given):
+            return
+        if not step.losses or math.isfinite(float(step.losses[-1].output)) or _overflows(out):
+            return
+        reading = experiment.reading
+        ignored = _signed(getattr(reading.node, "_saved_ignore_index", -100)) if reading is not None else -100
+        labels = [t for t in (step.losses[-1].args[1:2]) if torch.is_tensor(t) and not t.is_floating_point()]
+        if labels and bool((labels[0] == ignored).all()):
+            yield found(
+                "all-ignored",
+                f"step {step.index}",
+                f"step {step.index}: every label is ignore_index ({ignored}), so the mean is 0/0",
+            )
+        else:
+            yield found(
+                "log-of-zero",
+                f"step {step.index}",
+                f"step {step.index}: the output is finite (|output| up to {float(out.abs().max()):.3g}) and the loss "
+                "is "
+                f"{step.value}",
+            )
+        return
+
+
+def _overflows(out: Tensor) -> bool:
+    """Return whether squares of the output leave its own range: then the output is what is wrong."""
+    return not bool(torch.isfinite(out.square().sum()))
+
+
+def _floats(value: object) -> list[Tensor]:
+    return [t for t in tensors_in(value) if t.is_floating_point()]
+
+
+def mean_of_means(experiment: Experiment) -> Iterator[Finding]:
+    """Each micro-batch is averaged over its own tokens, so those of short sequences weigh more."""
+    k, reading = experiment.subject.accumulation_steps, experiment.reading
+    steps = [step for step in experiment.seen.steps[:k] if step.losses]
+    if k < 2 or len(steps) < k or reading is None or reading.kind not in ("cross_entropy", "nll"):
+        return
+    ignored = _signed(getattr(reading.node, "_saved_ignore_index", -100))
+    outs, targets, counts, values = [], [], [], []
+    for step in steps:
+        loss, call = step.losses[-1], main_call(step)
+        out = leading(call.output) if call is not None else None
+        y = next((t for t in loss.args[1:] if torch.is_tensor(t)), None)
+        if out is None or y is None:
+            return
+        outs.append(out)
+        targets.append(y)
+        counts.append(int((y != ignored).sum()))
+        values.append(float(loss.output))
+    shares = [b.share for step in steps for b in step.backwards if math.isfinite(b.share)]
+    if max(counts) <= 1.05 * min(counts) or not shares or max(shares) > 1.05 * min(shares):
+        return
+    with torch.no_grad(), same_randomness():
+        whole = float(steps[0].losses[-1].module(torch.cat(outs), torch.cat(targets)))
+    mean = sum(values) / k
+    if abs(whole - mean) > 0.01 * abs(whole):
+        yield found(
+            "accum-mean-of-means",
+            "loss_fn",
+            f"labels per micro-batch {counts}, each with the same weight: mean of means {mean:.4g}, mean over the "
+            "window "
+            f"{whole:.4g}",
+        )
+
+
+RULES = (
+    not_a_number,
+    target_is_spread,
+    single_logit,
+    wrong_input,
+    targets_out_of_range,
+    class_weights,
+    wrong_sign,
+    below_zero,
+    reversed_divergence,
+    shifted,
+    padding,
+    mean_of_means,
+)

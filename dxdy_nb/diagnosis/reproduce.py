@@ -1,0 +1,198 @@
+"""Would the run come out the same again: from its checkpoint, from its seed, in its evaluation?"""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dxdy_nb.diagnosis.backward import _names
+from dxdy_nb.diagnosis.observation import tensors_in
+from dxdy_nb.diagnosis.probes import Experiment
+from dxdy_nb.diagnosis.report import Finding, found
+from dxdy_nb.diagnosis.subject import preserved
+
+MODAL = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.modules.batchnorm._BatchNorm)
+
+
+def modes(experiment: Experiment) -> Iterator[Finding]:
+    """The model trains in eval mode, from the start or since a validation."""
+    model, updates = experiment.subject.model, experiment.seen.updates
+    modal = [m for m in model.modules() if isinstance(m, MODAL) or (isinstance(m, nn.RNNBase) and m.dropout)]
+    if not modal or not updates or all(u.training for u in updates):
+        return
+    first = next(place for place, u in enumerate(updates) if not u.training)
+    later = "" if first == 0 else f" since update {first}; before it was in train mode"
+    yield found(
+        "left-in-eval" if first == 0 else "eval-mode-stuck",
+        "model",
+        f"the model is in eval mode while it trains{later}: dropout is off and BatchNorm does not learn",
+    )
+
+
+def evaluation_changes_buffers(experiment: Experiment) -> Iterator[Finding]:
+    """Validation changed running statistics: it ran in train mode."""
+    changed = experiment.seen.final.get("validated", [])
+    if changed or "buffers" in experiment.seen.events:
+        yield found(
+            "eval-updates-bn",
+            _names(changed) if changed else "on_epoch_end",
+            "buffers changed during validation: the statistics that the model will use come from validation data",
+        )
+
+
+def best_state_is_live(experiment: Experiment) -> Iterator[Finding]:
+    """The state that was kept as the best one shares memory with the model, so it follows it."""
+    best = experiment.subject.best_state
+    if best is None:
+        return
+    live = {t.data_ptr() for t in experiment.subject.model.state_dict().values() if t.numel()}
+    shared = [name for name, t in best.items() if torch.is_tensor(t) and t.numel() and t.data_ptr() in live]
+    if shared:
+        yield found(
+            "best-state-aliased",
+            _names(shared),
+            f"{len(shared)} of {len(best)} tensors of best_state are the model's own memory",
+        )
+
+
+def resumed(experiment: Experiment) -> Iterator[Finding]:
+    """A run that is saved and resumed goes on as another one."""
+    subject = experiment.subject
+    if subject.save is None or subject.resume is None:
+        return
+    with preserved(subject):
+        for index, batch in zip(range(4), _cycle(subject.loader), strict=False):
+            experiment.train(batch, index)
+        order_before = None
+        saved = copy.deepcopy(subject.save())
+        state = {n: t.detach().clone() for n, t in subject.model.state_dict().items()}
+        moments = _moments(subject)
+        lrs = _lrs(subject.optimizer)
+        position = getattr(subject.scheduler, "last_epoch", None)
+        order_before = _first_batch(subject.loader)
+    with preserved(subject):
+        random = torch.get_rng_state()
+        again = subject.resume(saved)
+        torch.set_rng_state(torch.get_rng_state() if not torch.equal(random, torch.get_rng_state()) else random)
+        if not isinstance(again, dict) or not isinstance(again.get("model"), nn.Module):
+            experiment.seen.notes.append(
+                "resume: it returned no dict with a model, so the resumed run was not compared"
+            )
+            return
+        order_after = _first_batch(again.get("loader"))
+        yield from _compared(state, moments, lrs, position, again)
+        optimizer = again.get("optimizer")
+        same = order_before is not None and order_after is not None and _same(order_before, order_after)
+        first = experiment.batches[0] if experiment.batches else None
+        fresh = first is not None and order_after is not None and _same(tensors_in(first), order_after)
+        if fresh and not same and optimizer is not None:
+            yield found(
+                "resume-replays-order",
+                "loader",
+                "the first batch after resuming is the first batch of the whole run, and straight on it is another",
+            )
+
+
+def _compared(state: Any, moments: Any, lrs: Any, position: Any, again: dict[str, Any]) -> Iterator[Finding]:
+    new = again["model"].state_dict()
+    other = [n for n, t in state.items() if n not in new or not torch.equal(t.to(new[n].dtype), new[n])]
+    if other:
+        yield found(
+            "checkpoint-omits-frozen",
+            _names(other),
+            f"{len(other)} of {len(state)} tensors of the model differ after save and resume",
+        )
+    optimizer = again.get("optimizer")
+    if optimizer is None:
+        return
+    resumed_moments = _moments_of(again["model"], optimizer)
+    lost = [n for n in moments if n not in resumed_moments]
+    swapped = [n for n in moments if n in resumed_moments and not _same_state(moments[n], resumed_moments[n])]
+    if moments and len(lost) == len(moments):
+        yield found(
+            "resume-no-optimizer-state",
+            _names(lost),
+            f"the optimizer held state for {len(moments)} parameters before, and for none after resuming",
+        )
+    elif swapped:
+        yield found(
+            "resume-param-order-swapped",
+            _names(swapped),
+            f"{len(swapped)} of {len(moments)} parameters have another's optimizer state after resuming",
+        )
+    new_lrs = _lrs(optimizer)
+    new_position = getattr(again.get("scheduler"), "last_epoch", None)
+    if lrs != new_lrs or (position is not None and new_position != position):
+        yield found(
+            "resume-no-scheduler",
+            "scheduler",
+            f"lr {lrs} before, {new_lrs} after resuming; scheduler steps {position} → {new_position}",
+        )
+
+
+def _cycle(loader: Any) -> Iterator[Any]:
+    while True:
+        found = False
+        for batch in loader or ():
+            found = True
+            yield batch
+        if not found:
+            return
+
+
+def _first_batch(loader: Any) -> list[Tensor] | None:
+    return next((tensors_in(batch) for batch in loader), None) if loader is not None else None
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _moments(subject: Any) -> dict[str, dict[str, Any]]:
+    return {} if subject.optimizer is None else _moments_of(subject.model, subject.optimizer)
+
+
+def _moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    names = {id(p): n for n, p in model.named_parameters()}
+    return {
+        names[id(p)]: {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in state.items()}
+        for p, state in optimizer.state.items()
+        if id(p) in names and state
+    }
+
+
+def _same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(
+        torch.equal(v, b[k])
+        if torch.is_tensor(v) and torch.is_tensor(b[k]) and v.shape == b[k].shape
+        else v is b[k]
+        if torch.is_tensor(v) != torch.is_tensor(b[k])
+        else not torch.is_tensor(v) and v == b[k]
+        for k, v in a.items()
+    )
+
+
+def _lrs(optimizer: Any) -> list[float]:
+    return [] if optimizer is None else [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
+
+
+def unseeded(experiment: Experiment) -> Iterator[Finding]:
+    """The global seed was never set, as far as can be told: torch's own is drawn from the system, and is huge."""
+    if torch.initial_seed() >= 2**32 and _shuffles(experiment.subject.loader):
+        yield found(
+            "unseeded-run",
+            "torch.manual_seed",
+            f"torch.initial_seed() is {torch.initial_seed()}, larger than any seed people choose; the loader shuffles",
+            severity="hint",
+        )
+
+
+def _shuffles(loader: Any) -> bool:
+    sampler = getattr(loader, "sampler", None)
+    return isinstance(sampler, torch.utils.data.RandomSampler) and sampler.generator is None
+
+
+RULES = (modes, evaluation_changes_buffers, best_state_is_live, resumed, unseeded)

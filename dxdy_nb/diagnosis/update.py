@@ -1,0 +1,547 @@
+"""Does the optimizer change the right weights, by the right amount, in the right direction?"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from dxdy_nb.diagnosis.backward import FEW, _names
+from dxdy_nb.diagnosis.observation import Update
+from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
+from dxdy_nb.diagnosis.report import Finding, Trial, found
+
+SHORT = 8  # steps of a counterfactual
+HALVES = (torch.float16, torch.bfloat16)
+STEPWISE = (lr_scheduler.StepLR, lr_scheduler.MultiStepLR)  # made for epochs
+RUNAWAY = 1000.0  # times the loss in SHORT steps: more than double at each of them
+PUSHED = 0.9  # share of elements that do not follow their gradient
+
+
+def no_update(experiment: Experiment) -> Iterator[Finding]:
+    """Gradients are there, and no parameter moved."""
+    seen, subject = experiment.seen, experiment.subject
+    backwards = [b for step in seen.steps for b in step.backwards]
+    patience = max(FEW, subject.accumulation_steps)
+    if seen.updates or seen.moved or len(backwards) <= patience or not any(b.reached for b in backwards):
+        return
+    if "skip" in seen.events:
+        return
+    manual = not subject.all_optimizers or "zero_grad" not in seen.events
+    yield found(
+        "manual-update-rebinds" if manual and not subject.all_optimizers else "step-missing",
+        "the training step",
+        f"{len(backwards)} backwards with gradients, no optimizer step, and no parameter moved",
+    )
+
+
+def stale_optimizer(experiment: Experiment) -> Iterator[Finding]:
+    """The optimizer holds tensors that the model no longer has, and misses some that it has."""
+    subject, parameters = experiment.subject, experiment.subject.parameters
+    if not subject.all_optimizers:
+        return
+    ids = {id(p) for p in parameters.values()}
+    strangers = [i for i in subject.owned if i not in ids]
+    reached = {n for step in experiment.seen.steps for b in step.backwards for n in b.reached}
+    missing = [n for n, p in parameters.items() if p.requires_grad and id(p) not in subject.owned and n in reached]
+    missing = [n for n in missing if n not in experiment.seen.moved]
+    if strangers and missing:
+        yield found(
+            "optimizer-stale-head",
+            _names(missing),
+            f"the optimizer holds {len(strangers)} tensors that are not in the model; {_names(missing)} get gradients "
+            "and belong to no optimizer",
+        )
+    elif missing:
+        yield found(
+            "not-in-optimizer",
+            _names(missing),
+            f"{_names(missing)} get gradients and belong to no optimizer",
+            severity="hint",
+        )
+
+
+def unregistered(experiment: Experiment) -> Iterator[Finding]:
+    """Parameters get gradients that the model does not list and no optimizer owns."""
+    shapes = [b.strangers for step in experiment.seen.steps for b in step.backwards]
+    if shapes and all(shapes):
+        yield found(
+            "unregistered-list",
+            "layers kept in a plain list or dict",
+            f"{len(shapes[0])} parameters get gradients and are not in model.parameters(): shapes "
+            f"{', '.join(str(list(s)) for s in shapes[0][:3])}",
+        )
+
+
+def weights_stay(experiment: Experiment) -> Iterator[Finding]:
+    """A weight has a gradient and a learning rate, was updated, and is bit for bit what it was."""
+    updates = experiment.seen.updates
+    if len(updates) < FEW or "skip" in experiment.seen.events:
+        return
+    stuck: dict[bool, list[str]] = {True: [], False: []}
+    share = 0.0
+    for name, p in experiment.subject.parameters.items():
+        rows = [(u.parameters[name], _lr_of(u, p)) for u in updates if name in u.parameters]
+        rows = [(s, lr) for s, lr in rows if s.norm > 0 and not s.nonfinite and lr > 0]
+        if len(rows) < FEW:
+            continue
+        half = p.dtype in HALVES
+        if half and all(s.stuck > PUSHED for s, _ in rows):
+            stuck[True].append(name)
+            share = max(share, median(s.stuck for s, _ in rows))
+        elif not half and not any(s.moved for s, _ in rows):
+            resolution = torch.finfo(p.dtype).eps * rows[0][0].weight
+            if all(lr * s.norm > resolution for s, lr in rows):
+                stuck[False].append(name)
+    for half, names in stuck.items():
+        if not names:
+            continue
+        dtype = experiment.subject.parameters[names[0]].dtype
+        yield found(
+            "bf16-params-stuck" if half else "update-on-a-copy",
+            _names(names),
+            f"{_names(names)} ({dtype}): "
+            + (
+                f"{share:.0%} of the elements that have a gradient did not change: the step is below half a unit in "
+                "the last place"
+                if half
+                else "gradient and learning rate are there, the step ran, and no bit changed"
+            ),
+        )
+
+
+def _lr_of(update: Update, p: torch.Tensor) -> float:
+    for group, lr in zip(update.optimizer.param_groups, update.lrs, strict=False):
+        if any(q is p for q in group["params"]):
+            return 1.0 if math.isnan(lr) else lr
+    return 0.0
+
+
+def optimizer_made_anew(experiment: Experiment) -> Iterator[Finding]:
+    """Each update came from another optimizer, so what it remembers is lost."""
+    updates = experiment.seen.updates
+    ids = [id(u.optimizer) for u in updates]
+    counts = [u.state_steps for u in updates]
+    if len(updates) >= FEW and len(set(ids)) == len(ids) and all(c == 1 for c in counts):
+        yield found(
+            "optimizer-recreated-each-step",
+            type(updates[0].optimizer).__name__,
+            f"{len(ids)} updates came from {len(set(ids))} optimizers; the step counter of each is 1",
+        )
+
+
+def weights_changed_outside(experiment: Experiment) -> Iterator[Finding]:
+    """Weights changed between two updates, now and then: something else writes into the model."""
+    updates = experiment.seen.updates
+    changed = [(place, u) for place, u in enumerate(updates) if u.outside]
+    if not changed or len(updates) < FEW:
+        return
+    often = len(changed) > len(updates) / 2
+    place, update = changed[0]
+    size = max(update.outside.values())
+    yield found(
+        "weights-changed-every-step" if often else "weights-changed-outside",
+        _names(update.outside),
+        f"before update {place} (and {len(changed) - 1} more of {len(updates)}) weights differed by up to {size:.3g} "
+        "from what the update before had left",
+        severity="hint" if often else "error",
+    )
+
+
+def lr_is_no_number(experiment: Experiment) -> Iterator[Finding]:
+    """A learning rate is NaN or infinite."""
+    for place, update in enumerate(experiment.seen.updates):
+        bad = [i for i, lr in enumerate(update.lrs) if not math.isfinite(lr)]
+        known = [i for i in bad if "lr" in update.optimizer.param_groups[i]]
+        if known:
+            yield found(
+                "warmup-zero-division",
+                f"param_groups[{known[0]}]",
+                f"update {place} was made with the learning rate {update.lrs[known[0]]}",
+            )
+            return
+
+
+def scheduler_first(experiment: Experiment) -> Iterator[Finding]:
+    """The schedule moved on before the first update, so the first learning rate was never used."""
+    events = [e for e in experiment.seen.events if e in ("scheduler", "step", "skip")]
+    said = any("lr_scheduler.step()` before" in w for step in experiment.seen.steps for w in step.warned)
+    if said and events[:1] == ["scheduler"]:
+        yield found(
+            "scheduler-before-optimizer",
+            "the training step",
+            f"scheduler.step() ran before the first optimizer.step(); the first update used {_first_lr(experiment)}",
+        )
+
+
+def _first_lr(experiment: Experiment) -> str:
+    updates = experiment.seen.updates
+    return f"lr {updates[0].lrs[0]:.3g}" if updates and updates[0].lrs else "another lr"
+
+
+def schedule(experiment: Experiment) -> Iterator[Finding]:
+    """A schedule for epochs is stepped with every batch; or one runs on after its end."""
+    updates, scheduler = experiment.seen.updates, experiment.subject.scheduler
+    lrs = [max(finite(u.lrs), default=math.nan) for u in updates]
+    steps = experiment.seen.events.count("scheduler")
+    if len(lrs) < FEW or steps < len(lrs) - 1:
+        return
+    peak = max(finite(lrs), default=0.0)
+    if isinstance(scheduler, STEPWISE) and min(lrs) < 1e-3 * peak and experiment.seen.epochs <= 3:
+        low = next(place for place, lr in enumerate(lrs) if lr < 1e-3 * peak)
+        yield found(
+            "scheduler-per-batch",
+            type(scheduler).__name__,
+            f"scheduler.step() ran {steps} times for {len(lrs)} updates: lr {peak:.3g} → {lrs[low]:.3g} at update "
+            f"{low}",
+        )
+    horizon = getattr(scheduler, "T_max", None)
+    low = lrs.index(min(lrs))
+    if (
+        isinstance(scheduler, lr_scheduler.CosineAnnealingLR)
+        and horizon
+        and len(lrs) > horizon
+        and lrs[-1] > 2 * lrs[low]
+    ):
+        yield found(
+            "cosine-past-tmax",
+            type(scheduler).__name__,
+            f"{steps} scheduler steps for T_max={horizon}: lr fell to {lrs[low]:.3g} and rose to {lrs[-1]:.3g}",
+            severity="hint",
+        )
+
+
+def scaled_gradients(experiment: Experiment) -> Iterator[Finding]:
+    """Gradients were clipped, or used, while still multiplied by the loss scale."""
+    clipped = [clip for step in experiment.seen.steps for clip in step.clips if clip[2]]
+    bypassed = [u for u in experiment.seen.updates if u.scaled]
+    if clipped:
+        yield found(
+            "clip-before-unscale",
+            "the training step",
+            f"clipped to {clipped[0][1]:.3g} at a norm of {clipped[0][0]:.3g}, which still held the loss scale",
+        )
+    if bypassed:
+        yield found(
+            "scaler-bypassed",
+            "the training step",
+            f"optimizer.step() used gradients of scaler.scale(loss) in {len(bypassed)} updates, not unscaled",
+        )
+
+
+def halves(experiment: Experiment) -> Iterator[Finding]:
+    """Half precision lost something: an eps that is zero, gradients that vanished."""
+    parameters = experiment.subject.parameters
+    for place, update in enumerate(experiment.seen.updates):
+        bad = [n for n, s in update.parameters.items() if s.spoilt and not s.nonfinite]
+        if not bad:
+            continue
+        eps = update.optimizer.param_groups[0].get("eps")
+        half = parameters[bad[0]].dtype is torch.float16 and eps is not None and float(torch.tensor(eps).half()) == 0
+        yield found(
+            "fp16-adam-eps" if half else "update-not-finite",
+            _names(bad),
+            f"update {place}: finite gradients, and {_names(bad)} hold values that are not finite after it"
+            + (f"; eps={eps} is 0 in float16" if half else ""),
+        )
+        return
+    first = experiment.first
+    if first is None or not any(call.autocast is torch.float16 for call in first.calls) or "scale" in first.events:
+        return
+    lost = _underflow(experiment)
+    if lost:
+        name, rounded, full = lost
+        yield found(
+            "fp16-underflow-no-scaler",
+            name,
+            f"of the gradient of {name} {1 - rounded:.0%} is exactly zero under float16 autocast, {1 - full:.0%} in "
+            "float32",
+        )
+
+
+def _underflow(experiment: Experiment) -> tuple[str, float, float] | None:
+    """Return a parameter whose gradient loses more than 30 % of its elements to float16."""
+    enter = torch.autocast.__enter__
+
+    def off(self: Any) -> Any:
+        self._enabled = False
+        return enter(self)
+
+    half = experiment.trial(experiment.batches[0])
+    torch.autocast.__enter__ = off  # type: ignore[method-assign]
+    try:
+        full = experiment.trial(experiment.batches[0])
+    finally:
+        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    if not half.updates or not full.updates:
+        return None
+    for name, row in half.updates[-1].parameters.items():
+        other = full.updates[-1].parameters.get(name)
+        if other is not None and other.nonzero - row.nonzero > 0.3:
+            return name, row.nonzero, other.nonzero
+    return None
+
+
+def wrong_way(experiment: Experiment) -> Iterator[Finding]:
+    """Every update climbs: along the gradient, or against the loss function."""
+    updates = experiment.seen.updates
+    slopes = [sum(s.slope for s in u.parameters.values()) for u in updates]
+    backwards = [b for step in experiment.seen.steps for b in step.backwards]
+    if len(slopes) >= FEW and all(slope > 0 for slope in slopes) and _rises(experiment):
+        yield found(
+            "gradient-ascent",
+            type(updates[0].optimizer).__name__,
+            f"update · gradient is positive in all {len(slopes)} updates (first {slopes[0]:.3g}), and the loss of a "
+            "fixed batch rises",
+        )
+    elif len(backwards) >= FEW and all(-1.001 < b.share < -0.999 for b in backwards) and _rises(experiment):
+        yield found(
+            "wrong-sign", "the training step", "backward began at minus the loss, and the loss of a fixed batch rises"
+        )
+
+
+def _rises(experiment: Experiment) -> bool:
+    losses = experiment.again(SHORT, fixed=True)
+    return len(finite(losses)) > 1 and losses[-1] > losses[0]
+
+
+def step_size(experiment: Experiment) -> Iterator[Finding]:
+    """The learning rate is far too large or far too small: another one lowers the loss of the same batch."""
+    updates = experiment.seen.updates
+    if len(updates) < FEW or not experiment.batches or "skip" in experiment.seen.events:
+        return
+    rows = [s for u in updates[:SHORT] for s in u.parameters.values() if s.weight > 0]
+    moves = [s.update / s.weight for s in rows if math.isfinite(s.update)]
+    lrs = [lr for u in updates for lr in finite(u.lrs)]
+    if not lrs or max(lrs) == 0:
+        return
+    lr = max(lrs)
+    if moves and max(moves) < 1e-7:
+        if "scale" in experiment.seen.events:
+            return  # a loss that needs scaling is small itself
+        yield from _too_small(experiment, lr, max(moves))
+        return
+    losses = experiment.again(SHORT, fixed=True)
+    rises = sum(b > a or not math.isfinite(b) for a, b in itertools.pairwise(losses))
+    start = losses[0] if losses else math.nan
+    if not math.isfinite(start) or rises < SHORT - 3:
+        return
+    end = losses[-1]
+    diverges = not math.isfinite(end) or abs(end) > RUNAWAY * abs(start)
+    if not diverges and abs(end) < 10 * abs(start):
+        return
+    for factor in (0.1, 0.01, 0.001):
+        smaller = experiment.again(SHORT, fixed=True, prepare=set_lr(factor))
+        if len(smaller) == SHORT and math.isfinite(smaller[-1]) and smaller[-1] < start:
+            yield found(
+                "lr-too-large",
+                f"lr={lr:g}",
+                f"the loss of a fixed batch rose in {rises} of {SHORT - 1} steps ({start:.4g} → {end:.4g}); with "
+                f"lr={lr * factor:g} it fell to {smaller[-1]:.4g}",
+                severity="error" if diverges else "hint",
+                trial=_lr_trial(experiment, factor, lr),
+                lr=f"{lr * factor:g}",
+            )
+            return
+
+
+def _too_small(experiment: Experiment, lr: float, move: float) -> Iterator[Finding]:
+    usual = experiment.again(SHORT, fixed=True)
+    larger = experiment.again(SHORT, fixed=True, prepare=set_lr(1000.0))
+    if not usual or not larger or not math.isfinite(larger[-1]):
+        return
+    if larger[0] - larger[-1] > 100 * max(usual[0] - usual[-1], 0.0) and larger[-1] < larger[0]:
+        yield found(
+            "lr-too-small",
+            f"lr={lr:g}",
+            f"the largest update is {move:.1e} of its weights; with 1000 times the rate the loss of a fixed batch "
+            f"falls {larger[0]:.4g} → {larger[-1]:.4g} instead of to {usual[-1]:.6g}",
+            trial=_lr_trial(experiment, 1000.0, lr),
+        )
+
+
+def _lr_trial(experiment: Experiment, factor: float, lr: float) -> Callable[[], Trial]:
+    def trial() -> Trial:
+        experiment.deadline += 60
+        usual = experiment.again(SHORT, fixed=True)
+        changed = experiment.again(SHORT, fixed=True, prepare=set_lr(factor))
+        good = math.isfinite(changed[-1]) and not changed[-1] >= usual[-1]
+        before, after = (f"loss of a fixed batch {v[0]:.4g} → {v[-1]:.4g}" for v in (usual, changed))
+        return Trial(f"lr={lr * factor:g}", before, after, good)
+
+    return trial
+
+
+def clip_too_tight(experiment: Experiment) -> Iterator[Finding]:
+    """Clipping takes nearly all of every gradient, and without it the loss falls much more."""
+    clips = [clip for step in experiment.seen.steps for clip in step.clips if not clip[2]]
+    shares = [bound / norm for norm, bound, _ in clips if norm > 0 and math.isfinite(norm)]
+    if len(shares) < FEW or median(shares) > 1e-3:
+        return
+    with_clip = experiment.again(SHORT, fixed=True)
+    from torch.nn.utils import clip_grad
+
+    original = clip_grad._clip_grads_with_norm_
+    clip_grad._clip_grads_with_norm_ = lambda *args, **kwargs: None
+    try:
+        without = experiment.again(SHORT, fixed=True)
+    finally:
+        clip_grad._clip_grads_with_norm_ = original
+    gains = with_clip[0] - with_clip[-1], without[0] - without[-1]
+    if math.isfinite(gains[1]) and gains[1] > 10 * max(gains[0], 0.0):
+        yield found(
+            "clip-too-tight",
+            f"max_norm={clips[0][1]:g}",
+            f"clipping leaves {median(shares):.1e} of the gradient; in {SHORT} steps on a fixed batch the loss falls "
+            "by "
+            f"{gains[0]:.3g}, without clipping by {gains[1]:.3g}",
+            norm=f"{median((norm for norm, _, _ in clips)):.3g}",
+        )
+
+
+def accumulation(experiment: Experiment) -> Iterator[Finding]:
+    """Micro-batches add up to something else than the mean over the window."""
+    seen, k = experiment.seen, experiment.subject.accumulation_steps
+    events = [e for e in seen.events if e in ("backward", "step", "zero_grad", "epoch")]
+    pending, used, leaks = 0, [], 0
+    for place, event in enumerate(events):
+        if event == "backward":
+            pending += 1
+        elif event == "step":
+            used.append(pending)
+            pending = 0
+        elif event == "epoch" and pending and used and pending < max(used):
+            following = events[place + 1 :]
+            leaks += bool(following) and following[0] == "backward"
+    window = max(used, default=0)
+    if leaks and window > 1:
+        yield found(
+            "accum-tail-dropped",
+            "the end of an epoch",
+            f"{leaks} epochs end with gradients of an unfinished window of {window}; they add to the next epoch's",
+        )
+    shares = [b.share for step in seen.steps for b in step.backwards if math.isfinite(b.share)]
+    if window > 1 and window == (k if k > 1 else window) and shares and all(abs(s - 1) < 1e-3 for s in shares):
+        yield found(
+            "accum-not-divided",
+            "the training step",
+            f"{window} losses are added without division: the gradient is {window} times that of their mean",
+            severity="hint",
+            window=window,
+        )
+
+
+def averages(experiment: Experiment) -> Iterator[Finding]:
+    """A second model that should follow the first one does not, or only in part."""
+    ema: Any = experiment.subject.ema_model
+    seen = experiment.seen
+    if ema is None or len(seen.updates) < FEW:
+        return
+    still = set(seen.final.get("ema_still", ()))
+    module = isinstance(ema, nn.Module)
+    weights = [n for n, _ in ema.named_parameters()] if module else list(ema)
+    buffers = [n for n, b in ema.named_buffers() if b.is_floating_point()] if module else []
+    moved = list(seen.final.get("buffers", ()))
+    if weights and seen.moved and all(n in still for n in weights):
+        yield found(
+            "ema-name-mismatch",
+            _names(weights),
+            f"the model moved in {len(seen.updates)} updates, and no weight of the average changed a bit",
+        )
+    elif buffers and any(n in still and any(m.endswith(n) or n.endswith(m) for m in moved) for n in buffers):
+        yield found(
+            "ema-buffers-stale",
+            _names([n for n in buffers if n in still]),
+            "the model's buffers moved, those of the average stayed at their first values",
+        )
+
+
+def tied(experiment: Experiment) -> Iterator[Finding]:
+    """An embedding and the output layer began equal, in separate memory, and drift apart."""
+    model = experiment.subject.model
+    embeddings = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding)]
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    for name, embedding in embeddings:
+        for other, layer in layers:
+            a, b = experiment.initial.get(f"{name}.weight"), experiment.initial.get(f"{other}.weight")
+            if a is None or b is None or a.shape != b.shape or layer.weight is embedding.weight:
+                continue
+            both = {f"{name}.weight", f"{other}.weight"} & experiment.seen.moved
+            if torch.equal(a, b) and both and bool((a != a.flatten()[0]).any()):
+                yield found(
+                    "tied-weights-broken",
+                    f"{name}, {other}",
+                    "bit for bit equal at the start, in separate memory, and different after the steps",
+                    other=f"{other!r}",
+                    name=f"{name!r}",
+                )
+                return
+
+
+def decay(experiment: Experiment) -> Iterator[Finding]:
+    """Weight decay reaches what it was not meant for."""
+    subject, updates = experiment.subject, experiment.seen.updates
+    zero = [
+        n
+        for n in subject.parameters
+        if len(rows := [u.parameters[n] for u in updates if n in u.parameters]) >= FEW
+        and all(r.norm == 0 for r in rows)
+        and sum(r.moved for r in rows) >= FEW
+    ]
+    if zero:
+        yield found(
+            "frozen-still-decays",
+            _names(zero),
+            f"the gradient of {_names(zero)} is exactly zero at every update, and it moves",
+            severity="hint",
+        )
+    for optimizer in subject.all_optimizers:
+        decays = [group.get("weight_decay", 0) for group in optimizer.param_groups]
+        if not (any(decays) and not all(decays)):
+            continue
+        norms = {
+            id(p): name
+            for name, m in subject.model.named_modules()
+            if isinstance(m, (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm))
+            for p in m.parameters(recurse=False)
+        }
+        decayed = [
+            norms[id(p)]
+            for group, value in zip(optimizer.param_groups, decays, strict=True)
+            if value
+            for p in group["params"]
+            if id(p) in norms
+        ]
+        if decayed:
+            yield found(
+                "weight-decay-on-norm",
+                _names(dict.fromkeys(decayed)),
+                "the groups are split by weight decay, and norm layers stand in a group that decays",
+                severity="hint",
+            )
+
+
+RULES = (
+    unregistered,
+    no_update,
+    stale_optimizer,
+    lr_is_no_number,
+    scaled_gradients,
+    halves,
+    weights_stay,
+    optimizer_made_anew,
+    weights_changed_outside,
+    scheduler_first,
+    schedule,
+    accumulation,
+    averages,
+    tied,
+    clip_too_tight,
+    wrong_way,
+    step_size,
+    decay,
+)

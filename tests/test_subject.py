@@ -1,0 +1,105 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dxdy_nb.diagnosis.subject import is_one_shot, preserved, subject_of
+from dxdy_nb.errors import DxdyError
+
+
+def set_up():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
+    loader = torch.utils.data.DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    given = {"model": model, "loss_fn": nn.MSELoss(), "loader": loader, "optimizer": optimizer, "scheduler": scheduler}
+    return subject_of(given)
+
+
+def train(subject):
+    for x, y in subject.loader:
+        subject.optimizer.zero_grad()
+        subject.loss_fn(subject.model(x), y).backward()
+        subject.optimizer.step()
+        subject.scheduler.step()
+
+
+def state(subject):
+    tensors = [*subject.model.state_dict().values(), *(p.grad for p in subject.model.parameters())]
+    moments = [v for s in subject.optimizer.state.values() for v in s.values()]
+    plain = [g["lr"] for g in subject.optimizer.param_groups], subject.scheduler.last_epoch, subject.model.training
+    generators = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    return [None if t is None else t.clone() for t in (*tensors, *moments)], plain, generators
+
+
+def same(a, b):
+    tensors = all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True))
+    return tensors and a[1] == b[1] and torch.equal(a[2][0], b[2][0]) and a[2][1:] == b[2][1:]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_belongs_to_the_subject_is_put_back_bit_by_bit(trained):
+    subject = set_up()
+    if trained:
+        train(subject)
+    before = state(subject)
+    gradients = [p.grad for p in subject.model.parameters()]
+    with preserved(subject):
+        train(subject)
+        subject.model.eval()
+        subject.model[0].weight.requires_grad_(False)
+        subject.model.double()
+        np.random.rand()
+        random.random()
+        assert not torch.equal(subject.model[3].weight.float(), before[0][0])
+    assert same(before, state(subject))
+    assert all(a is p.grad for a, p in zip(gradients, subject.model.parameters(), strict=True))
+    assert all(p.requires_grad for p in subject.model.parameters())
+
+
+def test_a_run_after_it_is_the_run_without_it():
+    plain, other = set_up(), set_up()
+    with preserved(other):
+        train(other)
+    torch.manual_seed(5)
+    train(plain)
+    torch.manual_seed(5)
+    train(other)
+    assert same(state(plain), state(other))
+
+
+def test_a_module_that_was_replaced_and_hooks_are_put_back():
+    subject = set_up()
+    layer = subject.model[0]
+    with preserved(subject):
+        subject.model[0] = nn.Linear(3, 4)
+        layer.register_forward_hook(lambda *_: None)
+    assert subject.model[0] is layer
+    assert not layer._forward_hooks
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": None}, "torch.nn.Module"),
+        ({"model": nn.LazyLinear(2)}, "without a shape"),
+        ({"model": nn.Linear(1, 1, device="meta")}, "meta"),
+        ({"model": nn.Linear(1, 1), "loss_fn": 3}, "loss_fn="),
+        ({"model": nn.Linear(1, 1), "optimizer": "adam"}, "optimizer"),
+        ({"model": nn.Linear(1, 1), "loader": 7}, "loader="),
+        ({"model": nn.Linear(1, 1), "accumulation_steps": 0}, "accumulation_steps="),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_is_no_set_up_is_refused_with_words(given, words):
+    with pytest.raises(DxdyError, match=words):
+        subject_of(given)
+
+
+def test_an_iterator_can_be_read_only_once():
+    assert is_one_shot(iter([1]))
+    assert not is_one_shot([1])
