@@ -2,6 +2,7 @@
 #   make lab        open the workbook in JupyterLab      (ARGS=--no-browser prints the address)
 #   make run        execute every lesson                 (a table at the end)
 #   make test       what CI runs                         make test-all: everything, before work is called done
+#   make cases      every fault and every healthy set-up, on other random numbers (SEED=1)
 #   make notebooks  rebuild the lessons from their sources (NAMES="02_hand_check")
 #   make stress     kill training processes at random   (KILLS=20)
 #   make nbval      compare every lesson with its stored outputs (NB=notebooks/02_hand_check.ipynb)
@@ -11,14 +12,15 @@ BIN := .venv/bin
 PY := $(BIN)/python
 ARGS ?=
 NAMES ?=
+SEED ?= 1
 NB ?= $(wildcard notebooks/*.ipynb)
 KILLS ?= 20
 PYTEST := $(PY) -m pytest -q
 
 # Several threads gain nothing on nets as small as these, and on a busy machine they cost up to ten times the time.
-lab run test test-all unit stress notebooks nbval bench bench-watch: export OMP_NUM_THREADS ?= 1
+lab run test test-all unit cases stress notebooks nbval bench bench-watch: export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab run test test-all lint unit stress notebooks notebooks-check nbval bench bench-watch clean
+.PHONY: lab run test test-all lint unit cases stress notebooks notebooks-check nbval bench bench-watch clean
 
 lab: .venv/.installed
 	$(BIN)/dxdy lab $(ARGS)
@@ -40,6 +42,9 @@ lint: .venv/.installed-test
 
 unit: .venv/.installed-test
 	$(PYTEST) -m "not slow"
+
+cases: .venv/.installed-test
+	CASES_SEED=$(SEED) $(PYTEST) tests/test_cases.py
 
 stress: .venv/.installed-test
 	$(PY) tests/stress.py --kills $(KILLS)

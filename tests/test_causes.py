@@ -20,7 +20,7 @@ def test_a_cause_is_complete_and_its_check_is_python(cause):
     assert re.fullmatch(r"\d\d(#[a-z-]+)?", entry["lesson"])
     assert entry["fix"].strip() and entry["check"].strip()
     assert len(entry["check"].strip().splitlines()) <= 6
-    names = {name: "0" for name in re.findall(r"\$\{(\w+)\}", entry["check"])}
+    names = dict.fromkeys(re.findall(r"\$\{(\w+)\}", entry["check"]), "0")
     ast.parse(Template(entry["check"]).substitute(names))
 
 

@@ -90,6 +90,11 @@ def sum_in_inference_mode(x):
     return x * total.clone()
 
 
+def slope(fn, x, create_graph):
+    """Return fn's derivative, as a physics-informed loss or a gradient penalty takes it."""
+    return torch.autograd.grad(fn(x).sum(), x, create_graph=create_graph)[0] * x
+
+
 RIGHT = {
     "sine": lambda: check_gradients(torch.sin, X),
     "a matrix": lambda: check_gradients(lambda a, b: a @ b, torch.eye(3).double() + 0.1, torch.ones(3, 2).double()),
@@ -109,6 +114,7 @@ RIGHT = {
     "a kink that is near": lambda: check_gradients(torch.relu, double(1e-3, 1.0)),
     "dropout": lambda: check_gradients(lambda x: F.dropout(x).exp(), X),
     "noise from torch": lambda: check_gradients(lambda x: x * torch.randn(5), X),
+    "a slope taken inside": lambda: check_gradients(lambda x: slope(lambda v: v**3, x, True), X),
     "second order": lambda: check_gradients(lambda x: x**3, X, order=2),
     "second order of a line": lambda: check_gradients(lambda x: 3 * x, X, order=2),
     "wrong only in the first order": lambda: check_gradients(lambda x: Square.apply(x, 1.01), X, order=2),
@@ -118,6 +124,7 @@ WRONG = {
     "a custom function": lambda: check_gradients(lambda x: Square.apply(x, 1.01), X),
     "a fault of one in a million": lambda: check_gradients(lambda x: Square.apply(x, 1 + 1e-6), X),
     "a sign": lambda: check_gradients(lambda x: Square.apply(x, -1.0), X),
+    "in a slope taken inside": lambda: check_gradients(lambda x: slope(SquareOnce.apply, x, True), X),
     "beside a kink": lambda: check_gradients(lambda x: Square.apply(x, 1.01) + torch.relu(x), double(0.0, 1.0, 2.0)),
     "beside a detached part": lambda: check_gradients(lambda x: Square.apply(x, 1.01) * x.detach(), X),
     "in float32": lambda: check_gradients(lambda x: Square.apply(x.float(), 1.01), X),
@@ -148,6 +155,7 @@ DETACHED = {
     "numpy": lambda: check_gradients(lambda x: x * torch.from_numpy(np.exp(x.detach().numpy())), X),
     "all of it": lambda: check_gradients(lambda x: (x.detach() ** 2).sum(), X),
     "beside a custom function that detaches": lambda: check_gradients(lambda x: SquareOfDetached.apply(x) * x.data, X),
+    "a slope without its graph": lambda: check_gradients(lambda x: slope(lambda v: v**3, x, False), X),
     "straight through": lambda: check_gradients(lambda x: x + (x.round() - x).detach(), X),
     "in the second order": lambda: check_gradients(lambda x: x**2 * x.detach(), X, order=2),
 }
@@ -295,6 +303,19 @@ HEALTHY = {
         tokens(),
     ),
     "bfloat16": lambda: (nn.Linear(20, 10).bfloat16(), CE, classes()),
+}
+
+
+def stacked(activation, layers, width=20):
+    inner = [part for _ in range(layers) for part in (nn.Linear(width, width), activation())]
+    return nn.Sequential(*inner, nn.Linear(width, 10))
+
+
+# Gradients that rounding nearly hides, and kinks that are always near: neither is a kink at this point.
+HEALTHY |= {
+    "vanishing, sigmoid": lambda: (stacked(nn.Sigmoid, 8), CE, classes()),
+    "vanishing, tanh": lambda: (stacked(nn.Tanh, 30), CE, classes()),
+    "deep relu": lambda: (stacked(nn.ReLU, 8), CE, classes(size=256)),
 }
 WITH_A_KINK = {"max-pool of black images", "hinge at its corner", "L1 at 0"}
 
@@ -557,6 +578,13 @@ BAD = {
     "both": (lambda: check_gradients(torch.sin, X, model=nn.Linear(2, 2)), "got fn, 1 inputs, model"),
     "a model as fn": (lambda: check_gradients(nn.Linear(5, 5), X), "Pass model=, loss_fn= and batch="),
     "order": (lambda: check_gradients(torch.sin, X, order=3), "order: expected 1 or 2, got 3"),
+    "seed": (lambda: check_gradients(torch.sin, X, seed="a"), "seed: expected a whole number, got 'a'"),
+    "no function": (lambda: check_gradients(3, X), "fn: expected a function of tensors, got int"),
+    "sparse": (
+        lambda: check_gradients(lambda x: x.to_dense(), torch.eye(2).to_sparse()),
+        "x: .*layout torch.sparse_coo",
+    ),
+    "meta": (lambda: check_gradients(torch.sin, torch.ones(2, device="meta")), "input: .*no values"),
     "batch": (lambda: of_model(batch=torch.ones(2)), r"batch: expected a pair \(x, y\), got Tensor"),
     "integers": (lambda: check_gradients(lambda x: x * 2, torch.tensor([1])), "x: .*got torch.int64.*Close over it"),
     "complex": (lambda: check_gradients(torch.abs, torch.ones(2) * 1j), "got torch.complex64"),
@@ -617,6 +645,15 @@ def test_a_large_healthy_model_has_no_curves_to_draw():
     torch.manual_seed(0)
     figure = check_gradients(model=deep(), loss_fn=CE, batch=classes(24)).plot()
     assert not figure.axes[0].get_lines() and figure.get_label().endswith("verdict right")
+
+
+def test_rows_are_named_after_the_arguments():
+    def names(fn, *inputs):
+        return [row.name for row in check_gradients(fn, *inputs).rows]
+
+    assert names(lambda a, b=X: a * b, X) == ["a"] and names(lambda a, b: a * b, X, X) == ["a", "b"]
+    assert names(SquareOfDetached.apply, X) == names(torch.sin, X) == ["input"]
+    assert names(lambda *all: all[0] * all[1], X, X) == ["input 0", "input 1"]
 
 
 def test_the_table_has_a_row_for_each_tensor():

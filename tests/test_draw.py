@@ -317,7 +317,7 @@ def test_a_graph_without_gradients_is_drawn_without_grades():
 
 def test_cuts_are_red():
     rows = (("Round", False, 1.0, (1,)), ("w", True, 0.0, ()))
-    cuts = (Cut("cut", "a.py:3", "detach", ("v", "u")), Cut("zero", "", "round", ("w",)))
+    cuts = (Cut("cut", "a.py:3", "detach", ("v", "u")), Cut("zero", "", "round", ("w",), 0))
     diagram = made(*rows, cuts=cuts).draw().diagram
     assert [box.red for box in diagram.boxes] == [True, False, True]
     assert diagram.boxes[-1].lines == ("✂ detach", "a.py:3", "v and 1 more")
@@ -409,6 +409,24 @@ def test_folded_steps_are_small_and_mark_their_node(square, transformer):
             assert len(page) <= 5 * 1024
             assert len([box for box in root.iter(f"{SVG}rect") if "red" in box.get("class", "")]) == 1
     assert f"{len(transformer.nodes) - 60} further steps" in html
+
+
+def test_steps_of_a_cut_graph_and_of_a_tall_one_are_laid_out_as_a_whole():
+    net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    x = scalar(1.0)
+    y = x
+    for _ in range(10):
+        y = y.sin()
+    for g in (graph(net[1](torch.ones(1, 1)).sum(), net), graph(y)):
+        shown = g.steps()
+        assert len(shown._repr_mimebundle_()["text/html"].split("<details>")) == len(g.nodes) + 1
+        whole = shown._whole
+        for arrow, way in zip(whole.arrows, whole.places.ways, strict=True):  # from the border of a box to another's
+            side = 0 if whole.across else 1
+            ends = [whole.places.centres[box][side] for box in (arrow.source, arrow.target)]
+            half = [whole.boxes[box].size[side] / 2 for box in (arrow.source, arrow.target)]
+            assert [abs(way[k][side] - ends[k]) for k in (0, -1)] == pytest.approx(half, abs=0.2)
+    assert not whole.across and shown.page(3) != shown.page(4)
 
 
 def test_a_step_shows_only_what_is_known(square):

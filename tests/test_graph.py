@@ -203,6 +203,71 @@ def test_a_freed_graph_gives_its_structure():
     assert all(edge.norm is None for edge in g.edges) and g.saved_bytes == 0
 
 
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.randn(3)  # a backward that draws, as stochastic rounding does
+        return grad * 3 * ctx.saved_tensors[0] ** 2
+
+
+def test_buffers_random_states_and_retained_gradients_are_put_back():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout())
+    x = torch.randn(4, 3, requires_grad=True)
+    hidden = Cubed.apply(x)
+    hidden.retain_grad()
+    loss = checkpoint(model, hidden, use_reentrant=False).sum()
+    before, buffers = state(model), [id(buffer) for buffer in model.buffers()]
+    dx.graph(loss, model)  # runs the forward of the batch norm again
+    assert same(before, state(model)) and buffers == [id(buffer) for buffer in model.buffers()]
+    assert hidden.grad is None
+    hidden.grad = torch.ones(4, 3)
+    dx.graph(loss, model)
+    assert torch.equal(hidden.grad, torch.ones(4, 3))
+
+
+def test_a_graph_that_cannot_run_backward_gives_its_structure():
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    loss = y.sum()
+    y.mul_(2)
+    for broken, words in ((loss, "changed in place"), ((x // 2).sum(), "no derivative")):
+        g = dx.graph(broken)
+        assert operations(g)[0] == "Sum" and operations(g)[-1] == "x" and leaf(g, "x").norm is None
+        assert len(g.notes) == 1 and words in g.notes[0] and g.cuts == ()
+
+
+def test_half_precision_norms_do_not_overflow():
+    x = torch.ones(10_000, dtype=torch.float16, requires_grad=True)
+    g = dx.graph((1000 * x).mean() * 10)
+    assert leaf(g, "x").norm == pytest.approx(100, rel=1e-2)
+    g = dx.graph((1000 * x)[:5000].max() + (x * 1000).sum() / 10_000 + (x * 1000).chunk(2)[0].sum())
+    assert 70_000 < leaf(g, "x").norm < 80_000 and g.draw().diagram.boxes[-1].grade != "none"
+
+
+def test_a_model_without_values_has_a_structure():
+    model = nn.Linear(2, 1, device="meta")
+    g = dx.graph(model(torch.ones(1, 2, device="meta")).sum(), model)
+    assert "no values" in g.notes[0] and str(g) and "No gradients are known" in repr(g.draw())
+    assert [entry.shape for entry in g.leaves] == [(1,), (1, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors(layout):
+    model = nn.Linear(5, 2)
+    parts = torch.nested.nested_tensor([torch.randn(2, 5), torch.randn(3, 5)], layout=layout)
+    loss = sum(part.square().sum() for part in model(parts).unbind())
+    g = dx.graph(loss, model)
+    assert str(g) and g.draw()._repr_mimebundle_()
+    loss.backward()
+    assert {e.name: e.norm for e in g.leaves} == {n: p.grad.norm().item() for n, p in model.named_parameters()}
+
+
 def test_tied_weights_have_one_name_and_one_gradient():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
@@ -243,6 +308,50 @@ def test_a_derivative_that_is_zero_is_told_apart():
     model = nn.Linear(2, 2)
     g = dx.graph(model(torch.ones(1, 2)).round().sum(), model)
     assert [(cut.kind, cut.operation, set(cut.parameters)) for cut in g.cuts] == [("zero", "round", {"weight", "bias"})]
+
+
+ZERO = {
+    "clamp": lambda h: h.clamp(100, 101),
+    "relu": lambda h: F.relu(h - 100),
+    "mul": lambda h: 0 * h,
+    "softmax": lambda h: h[:, :1].softmax(1),
+    "sigmoid": lambda h: torch.sigmoid(h + 100),
+}
+
+
+@pytest.mark.parametrize("operation", ZERO)
+def test_any_operation_that_lets_no_gradient_by_is_named_with_its_node(operation):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    model[2].requires_grad_(False)
+    g = dx.graph(ZERO[operation](model(torch.ones(1, 2))).sum(), model)
+    (cut,) = g.cuts
+    assert (cut.kind, cut.operation) == ("zero", operation) and {"0.weight", "0.bias"} == set(cut.parameters)
+    assert g.nodes[cut.node].norm > 0 and not any(edge.norm for edge in g.outgoing[cut.node])
+    assert sum(box.red for box in g.draw().diagram.boxes) == 1  # and no other node of its kind
+
+
+def test_zeros_that_cancel_or_start_are_no_cuts():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+    nn.init.zeros_(model[2].weight)  # the first layer learns from the second step on
+    assert dx.graph(model(torch.ones(1, 2)).sum(), model).cuts == ()
+    x = torch.ones(2, requires_grad=True)
+    assert dx.graph((x - x).sum()).cuts == () and dx.graph(torch.ones(0, requires_grad=True).sum()).cuts == ()
+
+
+class Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_a_function_that_returns_no_gradient_is_a_cut():
+    x = torch.ones(2, requires_grad=True)
+    g = dx.graph(Nothing.apply(2 * x).sum())
+    assert [(cut.kind, cut.operation, cut.parameters, cut.node) for cut in g.cuts] == [("cut", "nothing", ("x",), 1)]
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -384,11 +493,21 @@ def test_names_of_inputs_are_the_callers_variables():
         (lambda x: x[0].detach().requires_grad_(), "it is a leaf"),
         (lambda x: x * 2, r"got shape \(2,\)"),
         (lambda x: x.argmax(), "whole numbers"),
+        (lambda x: x[0] * 1j, "is complex"),
     ],
 )
 def test_what_has_no_graph_is_refused(loss, words):
     with pytest.raises(DxdyError, match=words):
         dx.graph(loss(torch.ones(2, requires_grad=True)))
+
+
+def test_what_is_no_model_or_record_is_refused():
+    loss = torch.ones(2, requires_grad=True).sum()
+    for wrong in ({"model": "net"}, {"model": [nn.Linear(1, 1)]}, {"record": loss}):
+        with pytest.raises(DxdyError, match=r"expected (model|record) as .*, got (str|list|Tensor)"):
+            dx.graph(loss, **wrong)
+    with pytest.raises(DxdyError, match=r"expected a torch.nn.Module, got NoneType.*nn.Identity"):
+        dx.record(None)
 
 
 def test_a_tensor_of_inference_mode_is_refused():

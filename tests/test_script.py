@@ -370,7 +370,8 @@ def test_a_loss_that_is_not_finite_is_told_and_replayed(tmp_path: Path) -> None:
     (tmp_path / "classes.txt").write_text("none one two")
     done, summary = watched([str(SCRIPTS / "plain_loop.py"), "--spoil", "77"], tmp_path)
     step = summary["nonfinite_step"]
-    assert (done.returncode, summary["last_loss"]) == (0, None)
+    assert (done.returncode, summary["exit_code"], summary["last_loss"]) == (1, 0, None)  # the report has an error
+    assert summary["report"]["stage"] == "data"
     assert math.isnan(trace.read(tmp_path / "run").steps["loss"][step])
     assert f"not finite first at step {step}" in ours(done.stderr)
     assert f"the loss of step {step} is nan: dxdy replay run" in ours(done.stderr)

@@ -151,7 +151,7 @@ def check_gradients(
     >>> check_gradients(torch.abs, 0 * x).table.loc["input", "verdict"]
     'kink'
     """
-    _ask(fn, inputs, model, loss_fn, batch, order)
+    _ask(fn, inputs, model, loss_fn, batch, order, seed)
     with copies.untouched():
         if fn is not None:
             loss = copies.of_function(fn, inputs, seed)
@@ -161,11 +161,15 @@ def check_gradients(
         return _check(copies.second_order(loss) if order == 2 else loss, order)
 
 
-def _ask(fn: Any, inputs: Sequence[Any], model: Any, loss_fn: Any, batch: Any, order: Any) -> None:
+def _ask(fn: Any, inputs: Sequence[Any], model: Any, loss_fn: Any, batch: Any, order: Any, seed: Any) -> None:
     """Raise what is wrong with the arguments themselves."""
     given = [name for name, value in {"model": model, "loss_fn": loss_fn, "batch": batch}.items() if value is not None]
     if order not in (1, 2):
         raise DxdyError(f"order: expected 1 or 2, got {order!r}.")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise DxdyError(f"seed: expected a whole number, got {seed!r}.")
+    if fn is not None and not callable(fn):
+        raise DxdyError(f"fn: expected a function of tensors, got {type(fn).__name__}.")
     if torch.is_inference_mode_enabled():
         raise DxdyError("check_gradients ran inside torch.inference_mode(), which records nothing. Call it outside.")
     if isinstance(fn, nn.Module):
@@ -181,20 +185,18 @@ def _check(loss: Loss, order: int) -> Check:
     rows, here = range(len(loss.names)), slopes.point_at(loss, loss.flat.clone())
     if here is None:
         return _result(loss, [Row(name, "nondeterministic") for name in loss.names])
-    eps, verdicts = EPS, dict[int, Verdict]()
+    eps, verdicts, detects = EPS, dict[int, Verdict](), dict[int, float]()
     screen = slopes.compare(here, rows, range(slopes.SCREEN), EPS)
     settled = dict.fromkeys(rows, screen)
     if not screen.agrees or screen.step != EPS ** (1 / 3) or not all(map(screen.sees, here.shares)):
         loss.value(here.at, mode=(replay := copies.Replay()))
         eps = replay.eps
         settled = slopes.examine(here, rows, eps)
-        verdicts = _explain(loss, here, settled, eps)
+        verdicts, detects = _explain(loss, here, settled, eps)
     if order == 1 and not here.graph and not verdicts:
         raise DxdyError("the loss has no graph and does not change with its inputs. Is it a count, as of argmax?")
-    found = [
-        Row(name, verdicts.get(row, "right"), detects=_ratio(settled[row].tolerance, here.shares[row]))
-        for row, name in enumerate(loss.names)
-    ]
+    detects = {row: _ratio(c.tolerance, here.shares[row]) for row, c in settled.items()} | detects
+    found = [Row(name, verdicts.get(row, "right"), detects=detects[row]) for row, name in enumerate(loss.names)]
     suspects = [row for row in rows if found[row].verdict != "right"]
     gravest = sorted(suspects, key=lambda row: SEVERITY.index(found[row].verdict))[:MANY]
     for row in rows if len(rows) <= FEW else gravest:
@@ -202,8 +204,10 @@ def _check(loss: Loss, order: int) -> Check:
     return _result(loss, found)
 
 
-def _explain(loss: Loss, here: Point, settled: dict[int, Comparison], eps: float) -> dict[int, Verdict]:
-    """Return the verdict on each tensor that is not simply right."""
+def _explain(
+    loss: Loss, here: Point, settled: dict[int, Comparison], eps: float
+) -> tuple[dict[int, Verdict], dict[int, float]]:
+    """Return the verdict on each tensor that is not simply right, and what shows in those that are beside a kink."""
     suspects = {row: c for row, c in settled.items() if not (c.agrees and c.sees(here.shares[row]))}
     there = _beside(loss, here)
     beside = slopes.examine(there, [*suspects], eps)
@@ -214,6 +218,7 @@ def _explain(loss: Loss, here: Point, settled: dict[int, Comparison], eps: float
             bad.append(row)
     held = slopes.examine(_held_constant(loss, there), bad, eps) if bad else {}
     verdicts: dict[int, Verdict] = dict.fromkeys(settled, "precision") if eps > EPS else {}
+    detects: dict[int, float] = {}
     for row, found in suspects.items():
         if row in bad:
             cut = held[row].agrees and not beside[row].agrees
@@ -221,9 +226,12 @@ def _explain(loss: Loss, here: Point, settled: dict[int, Comparison], eps: float
             verdicts[row] = "detached" if cut else "wrong"
         elif found.coarse and here.shares[row] > slopes.RESOLUTION * found.tolerance:
             verdicts[row] = "precision"
-        elif eps == EPS and (not found.agrees or not found.noisy or beside[row].sees(there.shares[row])):
+        elif eps == EPS and (not found.agrees or slopes.has_kink(here, row, eps)):
             verdicts[row] = "kink"
-    return verdicts
+        else:
+            ratios = ((c.tolerance, point.shares[row]) for c, point in ((found, here), (beside[row], there)))
+            detects[row] = min(itertools.starmap(_ratio, ratios))
+    return verdicts, detects
 
 
 def _beside(loss: Loss, here: Point) -> Point:

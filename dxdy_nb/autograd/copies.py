@@ -2,10 +2,11 @@
 
 import copy
 import functools
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,17 +78,27 @@ class Loss:
 
 
 @contextmanager
-def untouched() -> Iterator[None]:
-    """Put back all random states and the default dtype, which is float64 inside: models make tensors of their own."""
-    dtype, python, legacy = torch.get_default_dtype(), random.getstate(), np.random.get_state()
+def random_states() -> Iterator[None]:
+    """Put back all random states: torch's, numpy's and Python's."""
+    python, legacy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=_cuda_devices()), torch.enable_grad():
+        with torch.random.fork_rng(devices=_cuda_devices()):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(legacy)
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Put back random states and the default dtype, which is float64 inside: models make tensors of their own."""
+    dtype = torch.get_default_dtype()
+    try:
+        with random_states(), torch.enable_grad():
             torch.set_default_dtype(torch.float64)
             yield
     finally:
         torch.set_default_dtype(dtype)
-        random.setstate(python)
-        np.random.set_state(legacy)
 
 
 def _cuda_devices() -> list[int]:
@@ -103,8 +114,10 @@ def _seed(seed: int) -> None:
 
 def of_function(fn: Callable[..., Tensor], inputs: Sequence[Tensor], seed: int) -> Loss:
     """Return fn of copies of its inputs; where fn insists on their dtype, they are rounded to it on the way in."""
-    code = getattr(fn, "__code__", None)  # none for a builtin
-    names = code.co_varnames[: code.co_argcount] if code else ()
+    names: tuple[str, ...] = ()
+    with suppress(ValueError, TypeError):  # a builtin tells nothing about its arguments
+        known = inspect.signature(fn).parameters.values()
+        names = tuple(p.name for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))[: len(inputs)]
     if len(names) != len(inputs):
         names = tuple(f"input {i}" for i in range(len(inputs))) if len(inputs) > 1 else ("input",)
     for name, value in zip(names, inputs, strict=True):
@@ -144,7 +157,10 @@ def _ask_input(name: str, value: Any) -> None:
         raise DxdyError(f"{name}: expected a tensor of real floating point, got {seen}. {advice}")
     if value.is_inference():
         raise DxdyError(f"{name}: was made in inference mode, which records nothing. Pass {name}.clone().")
-    if not value.numel() or not value.isfinite().all():
+    if value.layout is not torch.strided or value.is_nested or value.is_meta:
+        seen = "no values (device meta)" if value.is_meta else f"layout {value.layout}"
+        raise DxdyError(f"{name}: expected a dense tensor with values, got {seen}. Make it one inside of fn.")
+    if not value.numel() or not value.double().isfinite().all():
         raise DxdyError(f"{name}: expected finite numbers, got {'NaN or infinity' if value.numel() else 'none'}.")
 
 
@@ -281,7 +297,8 @@ class Replay(torch.overrides.TorchFunctionMode):
             self.off = not args[0]
             return result
         in_place = bool(args) and result is args[0]
-        if inside_function or in_place or not (off or func in _CUTS):
+        cuts = func in _CUTS or (func is torch.autograd.grad and not (kwargs or {}).get("create_graph"))
+        if inside_function or in_place or not (off or cuts):
             return result
         if self.next is None:
             self.kept.append(_copied(result))

@@ -26,7 +26,7 @@ from torch import Tensor
 from dxdy_nb.autograd.fold import MOST, Part, folded, merged, single
 from dxdy_nb.autograd.formulas import RESHAPING, formula_of, is_elementwise
 from dxdy_nb.autograd.graph import Cut, Edge, Graph, Node
-from dxdy_nb.autograd.layout import WIDEST, Arrow, Box, Diagram
+from dxdy_nb.autograd.layout import Arrow, Box, Diagram
 from dxdy_nb.errors import DxdyError
 
 FOLD_ABOVE = 60  # boxes in a picture
@@ -189,7 +189,7 @@ class Steps:
             outgoing and f"outgoing {outgoing}",
         ]
         if len(self.graph.nodes) <= WHOLE:
-            picture = _unfolded(self._sized, number).at(self._whole.places)
+            picture = _unfolded(self._sized, number).like(self._whole)
         else:
             picture = _neighbours(self._sized, number)
         return f"<div>{html.escape('; '.join(filter(None, words)))}</div>{_image(picture)}"
@@ -214,7 +214,7 @@ class Steps:
 
     @cached_property
     def _whole(self) -> Diagram:
-        return _unfolded(self._sized)
+        return _unfolded(self._sized, len(self.rows)).fitted()
 
 
 # ---- grades ----
@@ -299,11 +299,9 @@ def _unfolded(sized: _Sized, step: int | None = None) -> Diagram:
         used.add(target)
         label = _amount(_small(edge)) if labelled and known and edge.norm is not None else ""
         arrows.append(Arrow(edge.source, target, grade(size) if known else "none", label))
-    return (
-        _finished(sized, boxes, arrows)
-        if step is None
-        else Diagram(tuple(boxes), tuple(arrows), f"step {step}", across=True)
-    )
+    if step is None:
+        return _finished(sized, boxes, arrows)
+    return Diagram(tuple(boxes), tuple(arrows), f"step {step}")
 
 
 def _folded(sized: _Sized, parts: list[Part]) -> Diagram:
@@ -339,14 +337,12 @@ def _neighbours(sized: _Sized, step: int) -> Diagram:
 def _finished(sized: _Sized, boxes: list[Box], arrows: list[Arrow], note: str = "") -> Diagram:
     """Return the diagram with its cuts and legend, from right to left where that fits the page."""
     for cut in sized.graph.cuts:
-        if cut.kind == "cut":
+        if cut.node is None:
             lines = (f"✂ {cut.operation}", cut.where, _listed(cut.parameters, 1))
             boxes.append(Box(tuple(filter(None, lines)), "cut", red=True))
     below = (*filter(None, [note]), "arrows: where gradients go; dashed: none", *sized.graph.notes)
-    parts = tuple(boxes), tuple(arrows), _words(sized), below, True
-    if len(boxes) <= LABELLED and (flat := Diagram(*parts, across=True)).places.width <= WIDEST:
-        return flat
-    return Diagram(*parts)
+    diagram = Diagram(tuple(boxes), tuple(arrows), _words(sized), below, legend=True)
+    return diagram.fitted() if len(boxes) <= LABELLED else diagram
 
 
 def _node_box(sized: _Sized, place: int, uses: int = 1, known: bool = True, red: bool = False) -> Box:
@@ -360,7 +356,7 @@ def _node_box(sized: _Sized, place: int, uses: int = 1, known: bool = True, red:
     lines.append(size if known else "gradient ?".ljust(len(size)))
     if own in ("vanishing", "exploding"):
         lines.append(own if known else " " * len(own))
-    red = red or node.operation.lower() in _flat(sized.graph)
+    red = red or place in _stops(sized.graph)
     return Box(tuple(lines), own if known else "none", node.leaf is not None, red)
 
 
@@ -369,12 +365,12 @@ def _part_box(sized: _Sized, part: Part) -> Box:
     sizes = [size for place in passing or part.nodes if (size := sized.nodes[place]) is not None]
     own = grade(None if not sizes else median(sizes) if all(map(math.isfinite, sizes)) else math.inf)
     lines = (part.name, _contents(graph, part), _gradient(graph.nodes[part.nodes[0]].norm))
-    red = any(graph.nodes[place].operation.lower() in _flat(graph) for place in part.nodes)
+    red = not _stops(graph).isdisjoint(part.nodes)
     return Box((*lines, own) if own in ("vanishing", "exploding") else lines, own, red=red)
 
 
-def _flat(graph: Graph) -> set[str]:
-    return {cut.operation for cut in graph.cuts if cut.kind == "zero"}
+def _stops(graph: Graph) -> set[int | None]:
+    return {cut.node for cut in graph.cuts}
 
 
 def _leaves_of(graph: Graph, part: Part) -> set[int]:

@@ -13,7 +13,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.errors import DxdyError
 
 if TYPE_CHECKING:
@@ -36,10 +37,15 @@ PLACES = 2**32 - 1  # the bits of a priority that hold a node's place
 NO_GRADIENT = (None, None)
 PACKED = "packed"
 REENTRANT = "CheckpointFunction"
-NO_STORAGE = torch.UntypedStorage(0)
 RAW = "_raw_saved_"  # what nodes keep, still packed, under the names that they give it
-# Connected, but the derivative is zero almost everywhere.
-FLAT = {"Round", "Sign", "Floor", "Ceil", "Trunc", "Sgn", "FloorDivide", "Heaviside"}
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # a norm overflows before its elements do
+# What torch says when a graph cannot be run backward, and what is said of it here.
+NO_BACKWARD = {
+    "second time": "the graph was freed by an earlier backward: structure only",
+    "incompatible with .grad()": "reentrant checkpointing allows no look at gradients; use_reentrant=False does",
+    "modified by an inplace operation": "what a node had saved was changed in place, so backward fails: structure only",
+    "derivative for": "an operation has no derivative, so backward fails: structure only",
+}
 
 
 class Saved(NamedTuple):
@@ -53,6 +59,13 @@ class Saved(NamedTuple):
 
 
 FREED = Saved("freed", (), "freed", 0, 0)
+# Said of a graph that has such an operation, or keeps such a thing.
+REMARKS = {
+    FREED.dtype: "what the graph had saved was freed by an earlier backward",
+    PACKED: "what hooks packed away (checkpointing, offloading) was not unpacked to look at it",
+    "CompiledFunction": "a compiled part is one box: what happens inside it leaves no nodes",
+    REENTRANT: "a reentrant checkpoint is one box: its parameters are not seen, nor whether they are reached",
+}
 _Gradient = tuple[float, Tensor | None]
 _Row = TypeVar("_Row", bound=tuple)
 _Parameters = dict[int, tuple[str, nn.Parameter]]  # by the tensor's id
@@ -104,14 +117,16 @@ class Leaf(NamedTuple):
 class Cut(NamedTuple):
     """A place where gradients stop.
 
-    ``kind`` is "cut" (no way through) or "zero" (connected, but the derivative is zero). ``where`` is file and line,
-    known when the forward pass was recorded. ``parameters`` are those that lose a gradient there.
+    ``kind`` is "cut" (no way through) or "zero" (connected, but the derivative is zero here). ``where`` is file and
+    line, known when the forward pass was recorded. ``parameters`` are those that lose a gradient there. ``node`` is the
+    place in ``Graph.nodes`` where a gradient arrives and none leaves.
     """
 
     kind: str
     where: str
     operation: str
     parameters: tuple[str, ...]
+    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,13 +164,10 @@ class Graph:
 
         return draw(self, fold)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         from dxdy_nb.autograd.draw import text
 
         return text(self)
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         return self.draw()._repr_mimebundle_()
@@ -171,8 +183,9 @@ def graph(
 ) -> Graph:
     """Return the graph behind a loss.
 
-    The loss's own graph stays usable: nothing is freed, and no ``.grad`` is touched. Hooks that the user put on
-    tensors run, as in any backward pass.
+    The loss's own graph stays usable: nothing is freed. No ``.grad`` and no buffer of the model changes, nor do random
+    states; only a tensor that ``retain_grad()`` was called on, and that is no variable of the caller, has its ``.grad``
+    added to. Hooks that the user put on tensors run, as in any backward pass.
 
     Parameters
     ----------
@@ -185,7 +198,8 @@ def graph(
     Raises
     ------
     DxdyError
-        No tensor, not a scalar, no graph, a tensor made in inference mode, or a graph deeper than torch can free.
+        No tensor, not a real scalar, no graph, a tensor made in inference mode, no model, or a graph deeper than torch
+        can free.
 
     Examples
     --------
@@ -197,6 +211,9 @@ def graph(
     2 x   []  gradient 4
     """
     refuse(loss)
+    for wanted, given in {"model as a torch.nn.Module": model, "record as dxdy_nb.record gave it": record}.items():
+        if not (given is None or isinstance(getattr(given, "model", given), nn.Module)):
+            raise DxdyError(f"graph: expected {wanted}, got {type(given).__name__}.")
     model = model if model is not None or record is None else record.model
     with _no_collection():
         return _read(loss, model, record, sys._getframe(1), gradients, saved)
@@ -209,12 +226,18 @@ def _read(
     notes: list[str] = []
     walk = _walk(loss)
     names = _leaf_names(walk, parameters, frame)
-    arriving, along = _gradients(loss, walk, notes) if gradients else ({}, {})
+    arriving: dict[int, _Gradient] = {}
+    along: dict[tuple[int, int], _Gradient] = {}
+    if loss.is_meta:
+        notes.append("tensors on the meta device have no values: structure only")
+    elif gradients:
+        with _kept(model, frame), random_states():
+            arriving, along = _gradients(loss, walk, notes)
     nodes = _nodes(walk, names, saved, arriving, record)
     edges = _edges(walk, along)
     notes += _remarks(nodes)
-    leaves = tuple(_leaves(walk, names, nodes))
-    return Graph(nodes, edges, leaves, tuple(_cuts(loss, walk, nodes, leaves, parameters, record)), tuple(notes))
+    walked = Graph(nodes, edges, tuple(_leaves(walk, names, nodes)), (), tuple(notes))
+    return replace(walked, cuts=tuple(_cuts(walked, loss, walk, parameters, record)))
 
 
 @contextmanager
@@ -229,6 +252,24 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _kept(model: nn.Module | None, frame: FrameType) -> Iterator[None]:
+    """Put back what a backward pass changes: buffers, where a checkpoint runs its forward, and gradients retained."""
+    places = [module._buffers for module in model.modules()] if model is not None else []
+    buffers = [(place, place.copy()) for place in places if type(place) is dict]  # a scripted module has another
+    for place, before in buffers:
+        place.update((name, buffer.clone()) for name, buffer in before.items() if type(buffer) is Tensor)
+    variables = itertools.chain(frame.f_globals.values(), frame.f_locals.values())
+    retained = [(t, t.grad) for t in variables if isinstance(t, Tensor) and t.retains_grad]
+    try:
+        yield
+    finally:
+        for place, before in buffers:
+            place.update(before)
+        for tensor, grad in retained:
+            tensor.grad = grad
+
+
 def refuse(loss: Any) -> None:
     """Raise a DxdyError for what has no graph to walk."""
     if not torch.is_tensor(loss):
@@ -241,10 +282,10 @@ def refuse(loss: Any) -> None:
         )
     if loss.numel() != 1:
         raise DxdyError(f"graph: expected a scalar, got shape {tuple(loss.shape)}. Pass loss.sum() or one element.")
-    if not (loss.is_floating_point() or loss.is_complex()):
-        raise DxdyError(
-            f"graph: {loss.dtype} holds whole numbers, which have no gradient. Pass the loss before argmax."
-        )
+    if not loss.is_floating_point():
+        why = "is complex, and only a real loss can be made smaller. Pass its .abs()"
+        why = why if loss.is_complex() else "holds whole numbers, which have no gradient. Pass the loss before argmax"
+        raise DxdyError(f"graph: {loss.dtype} {why}.")
     if loss.grad_fn is None:
         why = (
             "it is a leaf" if loss.requires_grad else "nothing it was made from requires a gradient, or it was detached"
@@ -414,22 +455,21 @@ def _nodes(
     kinds: list[type] = [type(node) for node in nodes]
     shapes: list[tuple[tuple[int, ...], ...]] = []
     dtypes = []
-    alone: dict[tuple[int, ...], tuple[tuple[int, ...]]] = {}  # equal shapes are one object: memory, and its time
+    alone: dict[tuple[int, ...], tuple[tuple[int, ...], ...]] = {}  # equal shapes are one object: memory, and its time
     for node in nodes:
         entries = node._input_metadata
-        if len(entries) == 1:
-            shape = tuple(entries[0].shape)
-            shapes.append(alone.get(shape) or alone.setdefault(shape, (shape,)))
-        else:
-            shapes.append(tuple([tuple(entry.shape) for entry in entries]))
+        try:
+            shape = tuple(entries[0].shape) if len(entries) == 1 else None
+        except RuntimeError:  # some nested tensors have none
+            shape = ()
+        shapes.append(alone.get(shape) or alone.setdefault(shape, _shapes(entries)) if shape else _shapes(entries))
         dtypes.append(_dtype(entries[0].dtype) if entries else "")
     values: list[Tensor | None] = [None] * len(nodes)
     if record is not None:  # an in-place edit of a view makes further nodes, with the shape of its base
         seen = [record.value(number) for number in walk.numbers]
         values = [v if v is not None and (v.shape,) == shape else None for v, shape in zip(seen, shapes, strict=True)]
     for place, tensor in walk.leaves.items():
-        values[place] = _copy(tensor)
-    gradients = [arriving.get(place, NO_GRADIENT) for place in range(len(nodes))] if arriving else ()
+        values[place] = small_copy(tensor)
     columns = (
         list(map(operation_of, kinds)),
         _modules(walk, names, record),
@@ -440,18 +480,24 @@ def _nodes(
         else itertools.repeat(()),
         [names.get(place) for place in range(len(nodes))],
         walk.depths,
-        [norm for norm, _ in gradients] or itertools.repeat(None),
-        [gradient for _, gradient in gradients] or itertools.repeat(None),
+        *_norms_and_values(arriving, range(len(nodes))),
         values,
     )
     return tuple(_rows(Node, columns))
 
 
 def _edges(walk: _Walk, along: "dict[tuple[int, int], _Gradient]") -> tuple[Edge, ...]:
-    gradients = [along.get(way, NO_GRADIENT) for way in zip(walk.sources, walk.positions, strict=True)] if along else ()
-    norms = [norm for norm, _ in gradients] or itertools.repeat(None)
-    values = [gradient for _, gradient in gradients] or itertools.repeat(None)
-    return tuple(_rows(Edge, (walk.sources, walk.targets, walk.positions, walk.slots, norms, values)))
+    gradients = _norms_and_values(along, zip(walk.sources, walk.positions, strict=True))
+    return tuple(_rows(Edge, (walk.sources, walk.targets, walk.positions, walk.slots, *gradients)))
+
+
+def _shapes(entries: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    return tuple([() if entry.is_nested_tensor else tuple(entry.shape) for entry in entries])
+
+
+def _norms_and_values(known: dict[Any, _Gradient], keys: Iterable[Any]) -> Iterable[Iterable[Any]]:
+    """Return two columns, with None for what has no gradient."""
+    return zip(*[known.get(key, NO_GRADIENT) for key in keys], strict=True) if known else [itertools.repeat(None)] * 2
 
 
 def _rows(kind: type[_Row], columns: Iterable[Iterable[Any]]) -> Iterator[_Row]:
@@ -465,19 +511,14 @@ def operation_of(kind: type) -> str:
     return kind.__name__.rstrip("0123456789").removesuffix("Backward")
 
 
-@functools.lru_cache(4096)
-def _shape(size: torch.Size) -> tuple[int, ...]:
-    return tuple(size)
-
-
 @functools.cache
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _copy(tensor: Tensor) -> Tensor | None:
-    """Return a small tensor's values, and nothing of a large one."""
-    if tensor.numel() > SMALL:
+def small_copy(tensor: Tensor) -> Tensor | None:
+    """Return a small tensor's values, and nothing of a large one, or of one without values or a shape."""
+    if tensor.numel() > SMALL or tensor.is_nested or tensor.is_meta:
         return None
     return (tensor.detach() if tensor.layout is torch.strided else tensor.detach().to_dense()).clone()
 
@@ -505,10 +546,11 @@ def _saved(node: Any, names: tuple[str, ...]) -> tuple[Saved, ...]:
             elif (tensor := entry.data) is not None:
                 try:
                     storage = tensor.untyped_storage()
-                except NotImplementedError:  # sparse: no single storage
-                    storage = NO_STORAGE
-                shape, dtype = _shape(tensor.shape), _dtype(tensor.dtype)
-                found.append(Saved(short, shape, dtype, storage.nbytes(), storage.data_ptr()))
+                    size, where = storage.nbytes(), storage.data_ptr()
+                except RuntimeError:  # sparse, nested, meta: no single storage
+                    size = where = 0
+                shape = () if tensor.is_nested else tuple(tensor.shape)
+                found.append(Saved(short, shape, _dtype(tensor.dtype), size, where))
             elif _is_freed(node, short):
                 return (FREED,)
     return tuple(found)
@@ -538,32 +580,23 @@ def _gradients(
                 hooks.append(node.register_hook(functools.partial(norms.passed, place)))
         found = torch.autograd.grad(loss, list(walk.leaves.values()), retain_graph=True, allow_unused=True)
     except RuntimeError as error:
-        if "second time" in str(error):
-            notes.append("the graph was freed by an earlier backward: structure only")
-        elif "incompatible with .grad()" in str(error):
-            notes.append("reentrant checkpointing allows no look at gradients; use_reentrant=False does")
-        else:
+        known = [words for said, words in NO_BACKWARD.items() if said in str(error)]
+        if not known:
             raise
+        notes += known[:1]
         return {}, {}
     finally:
         for hook in hooks:
             hook.remove()
-    measured = norms.finish()
-    outputs: dict[int, list[_Gradient]] = {}
-    for (place, position), pair in measured.items():
-        if position < 0:
-            outputs.setdefault(place, []).append(pair)
-    arriving = {place: pairs[0] if len(pairs) == 1 else _together(pairs) for place, pairs in outputs.items()}
+    norms.flush()
+    arriving: dict[int, _Gradient] = {}
+    for (place, position), pair in norms.found.items():
+        if position < 0:  # several outputs count as one vector; each has its own value on its edge
+            arriving[place] = (math.hypot(arriving[place][0], pair[0]), None) if place in arriving else pair
     for place, tensor in zip(walk.leaves, found, strict=True):
         if tensor is not None:
-            whole = tensor.coalesce().values() if tensor.is_sparse else tensor
-            arriving[place] = (whole.norm().item(), _copy(tensor))
-    return arriving, measured
-
-
-def _together(pairs: "list[_Gradient]") -> "_Gradient":
-    """Return the norm of the gradients of several outputs, seen as one vector; each has its own value on its edge."""
-    return math.hypot(*[norm for norm, _ in pairs]), None
+            arriving[place] = _norm(_elements(tensor)), small_copy(tensor)
+    return arriving, norms.found
 
 
 class _Norms:
@@ -572,45 +605,34 @@ class _Norms:
     BATCH = 512
 
     def __init__(self) -> None:
+        self.found: dict[tuple[int, int], _Gradient] = {}
         self._waiting: list[Tensor] = []
         self._keys: list[list[tuple[int, int]]] = []
         self._seen: dict[int, int] = {}
-        self._found: dict[tuple[int, int], _Gradient] = {}
 
     def passed(self, place: int, leaving: Sequence[Tensor | None], arriving: Sequence[Tensor | None]) -> None:
         """Remember what left a node, under the input's position, and what arrived, under its slot as -1 - slot."""
-        for position, tensor in enumerate(leaving):
-            if tensor is not None:
-                self._add((place, position), tensor)
-        for slot, tensor in enumerate(arriving):
-            if tensor is not None:
-                self._add((place, -1 - slot), tensor)
-        if len(self._waiting) >= self.BATCH:
-            self._flush()
+        waiting = self._waiting
+        for tensors, first, step in ((leaving, 0, 1), (arriving, -1, -1)):
+            for key, tensor in zip(itertools.count(first, step), tensors, strict=False):
+                if tensor is None:
+                    continue
+                seen = self._seen.setdefault(id(tensor), len(waiting))
+                if seen == len(waiting):
+                    waiting.append(tensor)
+                    self._keys.append([])
+                self._keys[seen].append((place, key))  # one that passes through several nodes is measured once
+        if len(waiting) >= self.BATCH:
+            self.flush()
 
-    def _add(self, key: tuple[int, int], tensor: Tensor) -> None:
-        seen = self._seen.setdefault(id(tensor), len(self._waiting))
-        if seen < len(self._waiting):  # one that passes through several nodes unchanged is measured once
-            self._keys[seen].append(key)
-        else:
-            self._waiting.append(tensor)
-            self._keys.append([key])
-
-    def finish(self) -> dict[tuple[int, int], "_Gradient"]:
-        """Return norm and, for small tensors, value of each."""
-        self._flush()
-        return self._found
-
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Find norm and, for small tensors, value of each that waits."""
         with torch.no_grad():
-            norms = norms_of([t if t.layout is torch.strided else t.coalesce().values() for t in self._waiting])
+            norms = norms_of(list(map(_elements, self._waiting)))
             for tensor, keys, norm in zip(self._waiting, self._keys, norms, strict=True):
-                pair = norm, _copy(tensor)
-                for key in keys:
-                    self._found[key] = pair
-        self._waiting.clear()
-        self._keys.clear()
-        self._seen.clear()
+                self.found |= dict.fromkeys(keys, (norm, small_copy(tensor)))
+        for done in (self._waiting, self._keys, self._seen):
+            done.clear()
 
 
 def norms_of(tensors: list[Tensor]) -> list[float]:
@@ -618,40 +640,38 @@ def norms_of(tensors: list[Tensor]) -> list[float]:
     together = getattr(torch, "_foreach_norm", None)
     kinds = {(t.dtype, t.device) for t in tensors}
     if together is not None and len(kinds) == 1 and tensors[0].is_floating_point():
-        return torch.stack(together(tensors)).tolist()
-    return [float(torch.linalg.vector_norm(t)) for t in tensors]
+        return torch.stack(together(tensors, dtype=WIDER.get(tensors[0].dtype))).tolist()
+    return list(map(_norm, tensors))
 
 
-def _remarks(nodes: tuple[Node, ...]) -> Iterator[str]:
-    kept = {entry.dtype for node in nodes for entry in node.saved}
-    if FREED.dtype in kept:
-        yield "what the graph had saved was freed by an earlier backward"
-    if PACKED in kept:
-        yield "what hooks packed away (checkpointing, offloading) was not unpacked to look at it"
-    operations = {node.operation for node in nodes}
-    if "CompiledFunction" in operations:
-        yield "a compiled part is one box: what happens inside it leaves no nodes"
-    if REENTRANT in operations:
-        yield "a reentrant checkpoint is one box: its parameters are not seen, nor whether they are reached"
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=WIDER.get(tensor.dtype)))
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """Return a strided tensor as it is, and the elements of any other."""
+    if tensor.is_nested:
+        return tensor.values()
+    if tensor.layout is torch.strided:
+        return tensor
+    return tensor.coalesce().values() if tensor.is_sparse else tensor.to_dense()
+
+
+def _remarks(nodes: tuple[Node, ...]) -> list[str]:
+    seen = {entry.dtype for node in nodes for entry in node.saved} | {node.operation for node in nodes}
+    return [words for what, words in REMARKS.items() if what in seen]
 
 
 def _leaves(walk: _Walk, names: dict[int, str], nodes: tuple[Node, ...]) -> Iterator[Leaf]:
     for place, tensor in sorted(walk.leaves.items()):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "input"
-        yield Leaf(names[place], kind, place, tuple(tensor.shape), nodes[place].norm)
+        yield Leaf(names[place], kind, place, nodes[place].shapes[0], nodes[place].norm)
 
 
-def _cuts(
-    loss: Tensor,
-    walk: _Walk,
-    nodes: tuple[Node, ...],
-    leaves: tuple[Leaf, ...],
-    parameters: _Parameters,
-    record: "Record | None",
-) -> Iterator[Cut]:
-    """Yield what keeps gradients from parameters: a cut with its line where it is known, then flat operations."""
+def _cuts(graph: Graph, loss: Tensor, walk: _Walk, parameters: _Parameters, record: "Record | None") -> Iterator[Cut]:
+    """Yield what keeps gradients from parameters: a cut with its line where it is known, then nodes that stop them."""
     reached = {id(tensor) for tensor in walk.leaves.values()}
-    if REENTRANT in [node.operation for node in nodes]:
+    if REENTRANT in [node.operation for node in graph.nodes]:
         parameters = {}  # it hides its parameters: they are no more lost than seen
     lost = {key: name for key, (name, p) in parameters.items() if p.requires_grad and key not in reached}
     if lost:
@@ -661,12 +681,16 @@ def _cuts(
         rest = tuple(name for key, name in lost.items() if not any(key in keys for keys in known.values()))
         if rest:
             yield Cut("cut", "", "not reached", rest)
-    zero = {leaf.node: leaf.name for leaf in leaves if leaf.norm == 0}
-    for place, ends in _behind(nodes, walk).items() if zero else ():
-        names = tuple(zero[leaf] for leaf in sorted(ends) if leaf in zero)
-        if names:
-            where = record.line(walk.numbers[place]) if record is not None else ""
-            yield Cut("zero", where, nodes[place].operation.lower(), names)
+    measured = graph.nodes[0].norm is not None
+    without = {leaf.node: leaf.name for leaf in graph.leaves if measured and not leaf.norm and 0 not in leaf.shape}
+    for place, node in enumerate(graph.nodes if without else ()):
+        edges = graph.outgoing[place]
+        if node.norm and edges and not any(edge.norm for edge in edges):
+            names = tuple(without[leaf] for leaf in sorted(_behind(graph, place) & without.keys()))
+            if names:
+                kind = "zero" if any(edge.norm == 0 for edge in edges) else "cut"
+                where = record.line(walk.numbers[place]) if record is not None else ""
+                yield Cut(kind, where, node.operation.lower(), names, place)
 
 
 def _explained(loss: Tensor, lost: dict[int, str], record: "Record") -> dict[tuple[str, str], set[int]]:
@@ -683,18 +707,11 @@ def _explained(loss: Tensor, lost: dict[int, str], record: "Record") -> dict[tup
     return known
 
 
-def _behind(nodes: tuple[Node, ...], walk: _Walk) -> dict[int, set[int]]:
-    """Return, for each flat node, the leaves that it leads to."""
-    inputs: dict[int, list[int]] = {}
-    for source, target in zip(walk.sources, walk.targets, strict=True):
-        inputs.setdefault(source, []).append(target)
-    found = {}
-    for place, node in enumerate(nodes):
-        if node.operation in FLAT:
-            waiting, seen = [place], {place}
-            while waiting:
-                fresh = [target for target in inputs.get(waiting.pop(), ()) if target not in seen]
-                seen.update(fresh)
-                waiting += fresh
-            found[place] = {target for target in seen if nodes[target].leaf is not None}
+def _behind(graph: Graph, place: int) -> set[int]:
+    """Return the nodes that a node leads to."""
+    waiting, found = [place], set[int]()
+    while waiting:
+        fresh = {edge.target for edge in graph.outgoing[waiting.pop()]} - found
+        found |= fresh
+        waiting += fresh
     return found

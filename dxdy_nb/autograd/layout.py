@@ -11,7 +11,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -100,11 +100,15 @@ class Diagram:
         """Return the diagram as PNG, drawn by matplotlib from the same layout; the same bytes every time."""
         return _png(self)
 
-    def at(self, places: Places) -> "Diagram":
-        """Return the diagram at places that are known: all steps of a backward pass are laid out once."""
-        copy = replace(self)
-        copy.__dict__["places"] = places
+    def like(self, other: "Diagram") -> "Diagram":
+        """Return the diagram at the places of another one: all steps of a backward pass are laid out once."""
+        copy = replace(self, across=other.across)
+        copy.__dict__["places"] = other.places
         return copy
+
+    def fitted(self) -> "Diagram":
+        """Return the diagram across where that fits the page, else from top to bottom."""
+        return flat if (flat := replace(self, across=True)).places.width <= WIDEST else replace(self, across=False)
 
 
 def _places(diagram: Diagram) -> Places:
@@ -137,10 +141,8 @@ def _places(diagram: Diagram) -> Places:
         way.append((starts[layers[t]] - sizes[t][along] / 2, middles[t]))
         ways.append(tuple(point(*p) for p in way))
     centres = tuple(point(starts[layer], middle) for layer, middle in zip(layers, middles, strict=True))
-    right = max((x + w / 2 for (x, _), (w, _) in zip(centres, sizes, strict=True)), default=0.0)
-    low = max((y + h / 2 for (_, y), (_, h) in zip(centres, sizes, strict=True)), default=0.0)
-    right = max([right, *(x for way in ways for x, _ in way)])
-    low = max([low, *(y for way in ways for _, y in way)])
+    corners = [(x + w / 2, y + h / 2) for (x, y), (w, h) in zip(centres, sizes, strict=True)]
+    right, low = (max(places, default=0.0) for places in zip(*corners, *itertools.chain(*ways), strict=True))
     return Places(right + MARGIN, low + MARGIN, centres, tuple(ways), crossings)
 
 
@@ -263,24 +265,18 @@ def _moved(
     return [m - least for m in middle]
 
 
-def _below(diagram: Diagram) -> Iterator[tuple[float, float, str, str]]:
-    """Yield x, y, text and colour (or none) of the legend and the lines below the boxes."""
-    y = diagram.places.height
+def _whole(diagram: Diagram) -> tuple[int, int, list[tuple[float, float, str, str]]]:
+    """Return width, height, and what stands below the boxes: x, y, text and colour (or none)."""
+    x, y, parts = float(MARGIN), diagram.places.height, []
     if diagram.legend:
-        x = float(MARGIN)
-        grades = ["none", "vanishing", "healthy", "exploding"] + ["cut"] * any(b.grade == "cut" for b in diagram.boxes)
-        for grade in grades:
-            yield x, y + 6, grade, grade
+        cut = any(box.grade == "cut" for box in diagram.boxes)
+        for grade in ["none", "vanishing", "healthy", "exploding"] + ["cut"] * cut:
+            parts.append((x, y + 6, grade, grade))
             x += 18 + (len(grade) + 2) * LETTER
         y += LINE + 6
     for line in diagram.below:
-        yield MARGIN, y + 6, line, ""
+        parts.append((MARGIN, y + 6, line, ""))
         y += LINE
-
-
-def _whole(diagram: Diagram) -> tuple[float, float, list[tuple[float, float, str, str]]]:
-    """Return width, height, and the parts below the boxes."""
-    parts = list(_below(diagram))
     width = max([diagram.places.width, *(x + 18 + len(text) * LETTER + MARGIN for x, _, text, _ in parts)])
     height = max([diagram.places.height, *(y + LINE for _, y, _, _ in parts)])
     return math.ceil(width), math.ceil(height), parts
@@ -288,21 +284,41 @@ def _whole(diagram: Diagram) -> tuple[float, float, list[tuple[float, float, str
 
 def shortened(line: str) -> str:
     """Return a line short enough for a box; its middle is left out."""
-    line = NOT_IN_XML.sub("\ufffd", line).replace("\n", " ")
+    line = line.replace("\n", " ")
     half = LONGEST // 2
     return line if len(line) <= LONGEST else f"{line[: half - 1]}…{line[-half:]}"
 
 
-def _curve(diagram: Diagram, way: tuple[Point, ...]) -> Iterator[tuple[Point, Point, Point]]:
-    """Yield the Bézier pieces of an arrow: two controls and an end each; they leave and arrive along the flow."""
-    for (x0, y0), (x1, y1) in itertools.pairwise(way):
-        mid = (x0 + x1) / 2 if diagram.across else (y0 + y1) / 2
-        yield ((mid, y0), (mid, y1), (x1, y1)) if diagram.across else ((x0, mid), (x1, mid), (x1, y1))
+def _clean(line: str) -> str:
+    return NOT_IN_XML.sub("\ufffd", line)
 
 
-def _label_at(diagram: Diagram, way: tuple[Point, ...]) -> Point:
-    (x0, y0), (x1, y1) = way[-2:]
-    return ((x0 + x1) / 2, (y0 + y1) / 2 - 4) if diagram.across else ((x0 + x1) / 2, (y0 + y1) / 2 + 4)
+def _draw(
+    diagram: Diagram,
+    parts: list[tuple[float, float, str, str]],
+    curve: Callable[[list[Point], str], None],
+    rectangle: Callable[[float, float, float, float, int, str, bool], None],
+    write: Callable[[float, float, str, str], None],
+) -> None:
+    """Draw a diagram with three pens: for Bézier curves, for rectangles, and for text ("label", "start" or "")."""
+    across = diagram.across
+    for arrow, way in zip(diagram.arrows, diagram.places.ways, strict=True):
+        points = [way[0]]
+        for (x0, y0), (x1, y1) in itertools.pairwise(way):  # it leaves and arrives along the flow
+            x, y = (x0 + x1) / 2, (y0 + y1) / 2
+            points += [(x, y0), (x, y1), (x1, y1)] if across else [(x0, y), (x1, y), (x1, y1)]
+        curve(points, arrow.grade)
+        if arrow.label:
+            write(x, y + (-4 if across else 4), _clean(arrow.label), "label")
+    for box, (x, y) in zip(diagram.boxes, diagram.places.centres, strict=True):
+        w, h = box.size
+        rectangle(x - w / 2, y - h / 2, w, h, 12 if box.end else 3, box.grade, box.red)
+        for number, line in enumerate(box.lines):
+            write(x, y - h / 2 + (number + 1) * LINE, _clean(shortened(line)), "")
+    for x, y, line, grade in parts:
+        if grade:
+            rectangle(x, y - 4, 14, 12, 0, grade, False)
+        write(x + 18 * bool(grade), y + 6, _clean(line), "start")
 
 
 def _svg(diagram: Diagram) -> str:
@@ -315,38 +331,30 @@ def _svg(diagram: Diagram) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width * scale:.0f}" '
         f'height="{height * scale:.0f}" font-family="DejaVu Sans Mono,monospace" font-size="{FONT}" '
-        f'text-anchor="middle"><title>{_escaped(diagram.words)}</title><style>{style}.red{{stroke:{RED};'
+        f'text-anchor="middle"><title>{html.escape(_clean(diagram.words))}</title><style>{style}.red{{stroke:{RED};'
         f"stroke-width:3}}path.none{{stroke-dasharray:4 3}}"
         ".l{fill:#a50f15;stroke:#fff;stroke-width:3px;paint-order:stroke}</style>"
         f'<marker id="a" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="6" markerHeight="6" orient="auto" '
         f'markerUnits="userSpaceOnUse"><path d="M0 0 6 3 0 6z" fill="#555"/></marker>'
         f'<rect width="{width}" height="{height}" fill="#fff"/>'
     ]
-    for arrow, way in zip(diagram.arrows, diagram.places.ways, strict=True):
-        pieces = "".join("C" + " ".join(f"{x:g} {y:g}" for x, y in piece) for piece in _curve(diagram, way))
-        out.append(f'<path class="{arrow.grade}" marker-end="url(#a)" d="M{way[0][0]:g} {way[0][1]:g}{pieces}"/>')
-        if arrow.label:
-            x, y = _label_at(diagram, way)
-            out.append(f'<text class="l" x="{x:g}" y="{y:g}">{_escaped(arrow.label)}</text>')
-    for box, (x, y) in zip(diagram.boxes, diagram.places.centres, strict=True):
-        w, h = box.size
-        kind = box.grade + " red" * box.red
-        out.append(
-            f'<rect class="{kind}" x="{x - w / 2:.1f}" y="{y - h / 2:.1f}" width="{w:.1f}" height="{h:.1f}" '
-            f'rx="{12 if box.end else 3}"/>'
-        )
-        for number, line in enumerate(box.lines):
-            at = y - h / 2 + (number + 1) * LINE
-            out.append(f'<text x="{x:g}" y="{at:g}">{_escaped(shortened(line))}</text>')
-    for x, y, line, grade in parts:
-        if grade:
-            out.append(f'<rect class="{grade}" x="{x:g}" y="{y - 4:g}" width="14" height="12"/>')
-        out.append(f'<text x="{x + 18 * bool(grade):g}" y="{y + 6:g}" text-anchor="start">{_escaped(line)}</text>')
+
+    def curve(points: list[Point], grade: str) -> None:
+        start, *rest = [f"{x:g} {y:g}" for x, y in points]
+        pieces = "".join(f"C{' '.join(rest[i : i + 3])}" for i in range(0, len(rest), 3))
+        out.append(f'<path class="{grade}" marker-end="url(#a)" d="M{start}{pieces}"/>')
+
+    def rectangle(x: float, y: float, w: float, h: float, radius: int, grade: str, red: bool) -> None:
+        places = zip(("x", "y", "width", "height"), (x, y, w, h), strict=True)
+        sides = " ".join(f'{name}="{value:{".1f" if radius else "g"}}"' for name, value in places)
+        out.append(f'<rect class="{grade}{" red" * red}" {sides}' + f' rx="{radius}"' * bool(radius) + "/>")
+
+    def write(x: float, y: float, line: str, kind: str) -> None:
+        before, after = {"label": (' class="l"', ""), "start": ("", ' text-anchor="start"')}.get(kind, ("", ""))
+        out.append(f'<text{before} x="{x:g}" y="{y:g}"{after}>{html.escape(line)}</text>')
+
+    _draw(diagram, parts, curve, rectangle, write)
     return "".join([*out, "</svg>"])
-
-
-def _escaped(line: str) -> str:
-    return html.escape(NOT_IN_XML.sub("\ufffd", line))
 
 
 def _png(diagram: Diagram) -> bytes:
@@ -362,47 +370,28 @@ def _png(diagram: Diagram) -> bytes:
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0), xlim=(0, width), ylim=(height, 0))
     axes.axis("off")
+    styles: dict[str, Any] = {"": {"ha": "center"}, "start": {"ha": "left"}}
+    styles["label"] = {"ha": "center", "color": "#a50f15", "bbox": {"fc": "white", "ec": "none", "pad": 0.5}}
 
-    on_arrow: Any = {"color": "#a50f15", "bbox": {"fc": "white", "ec": "none", "pad": 0.5}}
+    def patch(points: list[Point], kind: Any, **style: Any) -> None:
+        axes.add_patch(PathPatch(Path(points, [Path.MOVETO] + [kind] * (len(points) - 1)), zorder=1, **style))
 
-    def write(x: float, y: float, line: str, where: str = "center", label: bool = False) -> None:
-        line = NOT_IN_XML.sub("\ufffd", line)
-        axes.text(
-            x,
-            y,
-            line,
-            ha=where,
-            fontsize=FONT,
-            family="DejaVu Sans Mono",
-            parse_math=False,
-            **(on_arrow if label else {}),
-        )
+    def curve(points: list[Point], grade: str) -> None:
+        dashes = "--" if grade == "none" else "-"
+        patch(points, Path.CURVE4, fc="none", ec=STROKES[grade], lw=WIDTHS[grade], ls=dashes)
+        x, y = points[-1]
+        head = [(x, y), (x + 6, y - 3), (x + 6, y + 3)] if diagram.across else [(x, y), (x - 3, y - 6), (x + 3, y - 6)]
+        patch([*head, (x, y)], Path.LINETO, fc="#555555", ec="none")
 
-    def rectangle(x: float, y: float, w: float, h: float, radius: float, grade: str, red: bool = False) -> None:
+    def rectangle(x: float, y: float, w: float, h: float, radius: int, grade: str, red: bool) -> None:
         shape = f"round,pad=0,rounding_size={radius}"
         edge, line = (RED, 3.0) if red else (STROKES[grade], 1.0)
         axes.add_patch(FancyBboxPatch((x, y), w, h, boxstyle=shape, fc=FILLS[grade], ec=edge, lw=line, zorder=2))
 
-    for arrow, way in zip(diagram.arrows, diagram.places.ways, strict=True):
-        points = [way[0], *(point for piece in _curve(diagram, way) for point in piece)]
-        path = Path(points, [Path.MOVETO] + [Path.CURVE4] * (len(points) - 1))
-        dashes = "--" if arrow.grade == "none" else "-"
-        axes.add_patch(PathPatch(path, fc="none", ec=STROKES[arrow.grade], lw=WIDTHS[arrow.grade], ls=dashes, zorder=1))
-        (x0, y0), (x1, y1) = (way[-1][0] + 6, way[-1][1]) if diagram.across else (way[-1][0], way[-1][1] - 6), way[-1]
-        side = (0.0, 3.0) if diagram.across else (3.0, 0.0)
-        head = [(x1, y1), (x0 - side[0], y0 - side[1]), (x0 + side[0], y0 + side[1]), (x1, y1)]
-        axes.add_patch(PathPatch(Path(head), fc="#555555", ec="none", zorder=1))
-        if arrow.label:
-            write(*_label_at(diagram, way), arrow.label, label=True)
-    for box, (x, y) in zip(diagram.boxes, diagram.places.centres, strict=True):
-        w, h = box.size
-        rectangle(x - w / 2, y - h / 2, w, h, 12 if box.end else 3, box.grade, box.red)
-        for number, line in enumerate(box.lines):
-            write(x, y - h / 2 + (number + 1) * LINE, shortened(line))
-    for x, y, line, grade in parts:
-        if grade:
-            rectangle(x, y - 4, 14, 12, 0.1, grade)
-        write(x + 18 * bool(grade), y + 6, line, "left")
+    def write(x: float, y: float, line: str, kind: str) -> None:
+        axes.text(x, y, line, fontsize=FONT, family="DejaVu Sans Mono", parse_math=False, **styles[kind])
+
+    _draw(diagram, parts, curve, rectangle, write)
     canvas.draw()
     file = io.BytesIO()  # few colours: a quarter of the bytes that matplotlib's own file would have
     Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3]).quantize(64).save(file, "png", optimize=True)

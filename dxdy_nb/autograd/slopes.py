@@ -7,6 +7,7 @@ how far to trust it: for a smooth f they vanish with h, rounding and kinks keep 
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,8 +105,11 @@ def point_at(loss: Loss, x: Tensor) -> Point | None:
         with torch.no_grad():
             return loss.value(x, v, step).item()
 
-    point = Point(loss, x, bare(), gradient, shares, result.requires_grad, bare)
-    if _same(point.value, result.item()):
+    plain = math.nan
+    with suppress(RuntimeError):  # a function that differentiates something itself needs a graph
+        plain = bare()
+    point = Point(loss, x, plain, gradient, shares, result.requires_grad, bare)
+    if _same(plain, result.item()):
         return point
     again = loss.value(x).item()  # some kernels are others without a graph
     point = replace(point, value=again, near=lambda v, step: loss.value(x, v, step).item())
@@ -131,6 +135,24 @@ def line_at(point: Point, v: Tensor, step: float, eps: float) -> Line:
         rounding=eps * (size / step + float(point.gradient.norm() * v.norm())),
         size=size,
     )
+
+
+def has_kink(point: Point, row: int, eps: float) -> bool:
+    """Return whether the slopes on both sides stay apart on the way to the point, as far as rounding lets them be seen.
+
+    Where they meet, a kink is only near; where the gap is not clear, or grows, it is one of rounding.
+    """
+    (v,) = point.loss.along([row], [0])
+    gaps: list[float] = []
+    for factor in sorted(FACTORS, reverse=True)[1:]:
+        line = line_at(point, v, eps ** (1 / 3) * factor, eps)
+        bound = SAFETY * line.rounding
+        if gaps and gaps[0] <= bound:
+            break
+        gaps.append(abs(line.right - line.left))
+        if not max(bound, gaps[0] / 2) < gaps[-1] < 2 * gaps[0] + bound:
+            return False
+    return len(gaps) > 1
 
 
 def _compare_at(point: Point, along: list[Tensor], step: float, eps: float) -> Comparison:

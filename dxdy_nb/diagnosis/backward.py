@@ -1,4 +1,4 @@
-"""Does each gradient arrive, once, and is it right?"""
+"""Whether each gradient arrives, once, and is right."""
 
 import math
 from collections.abc import Iterator
@@ -94,29 +94,40 @@ def gradient_does_not_arrive(experiment: Experiment) -> Iterator[Finding]:
         rows = [u.parameters[name] for u in updates if name in u.parameters]
         if len(rows) < FEW or not p.requires_grad or any(name in u.cleared for u in updates):
             continue
+        if any(row.nonfinite for row in rows):  # it arrived, as NaN
+            continue
         if all(math.isnan(row.norm) for row in rows):
             asked[name] = "None"
         elif not half and all(row.norm == 0 for row in rows if not math.isnan(row.norm)):
             asked[name] = "zero"
     if not asked or not any(s.norm > 0 for u in updates for s in u.parameters.values()):
         return
-    lost = [name for name in asked if _depends(experiment, name)]
+    lost = [name for name in asked if _depends(experiment, [name])]
+    flat = [n for n, kind in asked.items() if kind == "zero" and not experiment.initial[n].any()]
+    if not lost and len(flat) > 1 and _depends(experiment, flat):
+        yield found(
+            "zeros-multiplied",
+            _names(flat),
+            f"{_names(flat)} are zero and stay zero: each one's gradient is a product with another of them; the loss "
+            "changes when all are moved at once",
+        )
     for kind in ("None", "zero"):
         names = [name for name in lost if asked[name] == kind]
         if names:
             yield _cut_finding(experiment, names, kind)
 
 
-def _depends(experiment: Experiment, name: str) -> bool:
-    """Return whether the loss changes with a parameter, all else and all random numbers being the same."""
+def _depends(experiment: Experiment, names: list[str]) -> bool:
+    """Return whether the loss changes with some parameters, all else and all random numbers being the same."""
 
     def shift(size: float) -> float:
         def prepare(subject: object) -> None:
-            p = experiment.subject.parameters[name]
             generator = torch.Generator().manual_seed(0)
-            noise = torch.randn(p.shape, generator=generator).to(p)
-            with torch.no_grad():
-                p.add_(noise * size * (p.float().square().mean().sqrt().to(p) + 1e-3))
+            for name in names:
+                p = experiment.subject.parameters[name]
+                noise = torch.randn(p.shape, generator=generator).to(p)
+                with torch.no_grad():
+                    p.add_(noise * size * (p.float().square().mean().sqrt().to(p) + 1e-3))
 
         return experiment.trial(experiment.batches[0], prepare=prepare).value
 
@@ -268,6 +279,30 @@ def _fewer(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return (x[:8], y[:8]) if x.dim() and y.dim() and len(x) == len(y) else (x, y)
 
 
+def hooks_pile_up(experiment: Experiment) -> Iterator[Finding]:
+    """Each step adds a hook to the gradients, so the same correction is made more and more often."""
+    added = experiment.seen.final.get("hooks", {})
+    steps = len(experiment.seen.steps)
+    names = [name for name, count in added.items() if count >= max(FEW, steps - 1)]
+    if names:
+        yield found(
+            "hook-added-each-step",
+            _names(names),
+            f"{_names(names)} gained {added[names[0]]} gradient hooks in {steps} steps",
+        )
+
+
+def frozen_by_attribute(experiment: Experiment) -> Iterator[Finding]:
+    """A module was given an attribute requires_grad, which torch does not read."""
+    for name, module in experiment.subject.model.named_modules():
+        if vars(module).get("requires_grad") is False and any(p.requires_grad for p in module.parameters()):
+            yield found(
+                "freeze-by-module-attribute",
+                name or "model",
+                "its attribute requires_grad is False, its parameters still require gradients and are trained",
+            )
+
+
 def frozen_parts(experiment: Experiment) -> Iterator[Finding]:
     """Most is frozen, the layer that makes the output too; or a frozen BatchNorm still learns its statistics."""
     model = experiment.subject.model
@@ -317,5 +352,7 @@ RULES = (
     vanishing,
     graphs_kept,
     wrong_gradient,
+    hooks_pile_up,
+    frozen_by_attribute,
     frozen_parts,
 )

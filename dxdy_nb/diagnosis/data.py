@@ -1,4 +1,4 @@
-"""Is what the model is shown, and told, what was meant?"""
+"""Whether what the model is shown, and told, is what was meant."""
 
 import itertools
 import math
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from dxdy_nb.diagnosis.observation import mapped, tensors_in
-from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite, leading
+from dxdy_nb.diagnosis.observation import leading, mapped, tensors_in
+from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, Trial, found
 from dxdy_nb.diagnosis.subject import preserved, same_randomness
 
 LONG = 40  # steps of a counterfactual
+SMALL = 16 * 2**20  # bytes of a tensor that is compared whole
+APART = 5.0  # deviations, or times the deviation, of the training set
 SIGMAS = 8.0  # what an alignment must stand out by, among five that are tried
 
 
@@ -45,7 +47,7 @@ def _spoils(step: Any) -> bool:
 def blank(experiment: Experiment) -> Iterator[Finding]:
     """Every sample is the same."""
     inputs = [x for _, x, _ in experiment.epoch if x is not None and x.dim() > 1 and x.numel()]
-    if sum(map(len, inputs)) < 4 or not inputs[0].is_floating_point():
+    if sum(map(len, inputs)) < 16 or not inputs[0].is_floating_point():
         return
     first = inputs[0][:1]
     if all(x.shape[1:] == first.shape[1:] and bool((x == first).all()) for x in inputs):
@@ -73,6 +75,9 @@ def interleaved(experiment: Experiment) -> Iterator[Finding]:
 def same_batch(experiment: Experiment) -> Iterator[Finding]:
     """The loader gives one batch again and again."""
     batches = [tensors_in(batch) for batch, _, _ in experiment.epoch]
+    keys = [step.key for step in experiment.seen.steps]
+    if isinstance(experiment.subject.loader, DataLoader) and len(keys) >= 4 and len(set(keys)) == 1 < len(batches):
+        yield found("same-batch-forever", "loader", f"all {len(keys)} steps had the same batch, bit for bit")
     if len(batches) < 3:
         return
     equal = sum(_equal(a, b) for a, b in itertools.pairwise(batches))
@@ -179,6 +184,51 @@ def _hashes(batches: list[Any]) -> list[int]:
             flat = x.detach().cpu().contiguous().flatten(1)
             rows += [hash(row.view(torch.uint8).numpy().tobytes()) for row in flat]
     return rows
+
+
+def stored_data_changes(experiment: Experiment) -> Iterator[Finding]:
+    """Reading an epoch changes what the data set holds."""
+    loader = experiment.subject.loader
+    dataset = experiment.subject.dataset if experiment.subject.dataset is not None else getattr(loader, "dataset", None)
+    if not hasattr(dataset, "__dict__") or getattr(loader, "num_workers", None):
+        return
+    held = [t for t in tensors_in(dict(vars(dataset))) if t.numel() * t.element_size() <= SMALL]
+    before = [t.clone() for t in held]
+    with preserved(experiment.subject):
+        for _ in zip(range(64), loader or (), strict=False):
+            pass
+        changed = sum(not torch.equal(a, b) for a, b in zip(held, before, strict=True))
+    if changed:
+        yield found(
+            "augments-in-place",
+            "dataset",
+            f"after one pass {changed} of the {len(held)} tensors that the data set holds are others",
+        )
+
+
+def another_scale(experiment: Experiment) -> Iterator[Finding]:
+    """Validation inputs are on another scale than training inputs."""
+    if experiment.subject.val_loader is None:
+        return
+    train = [x.flatten(1) for _, x, _ in experiment.epoch if x is not None and x.is_floating_point() and x.dim() > 1]
+    held = [
+        x.flatten(1)
+        for _, x, _ in experiment.read(experiment.subject.val_loader)
+        if x is not None and x.is_floating_point() and x.dim() > 1
+    ]
+    if sum(map(len, train)) < 16 or sum(map(len, held)) < 16 or train[0].size(1) != held[0].size(1):
+        return
+    a, b = torch.cat(train).double(), torch.cat(held).double()
+    shift = (b.mean(0) - a.mean(0)).abs() / (a.std(0) + 1e-12)
+    stretch = (b.std(0) + 1e-12).log() - (a.std(0) + 1e-12).log()
+    if float(shift.median()) > APART or float(stretch.abs().median()) > math.log(APART):
+        yield found(
+            "val-not-scaled",
+            "val_loader",
+            f"of the median feature mean and deviation are {float(a.mean(0).median()):.3g} ± "
+            f"{float(a.std(0).median()):.3g} "
+            f"in training, {float(b.mean(0).median()):.3g} ± {float(b.std(0).median()):.3g} in validation",
+        )
 
 
 def imbalance(experiment: Experiment) -> Iterator[Finding]:
@@ -357,6 +407,8 @@ RULES = (
     sorted_classes,
     worker_randomness,
     validation,
+    another_scale,
+    stored_data_changes,
     lonely_batch,
     alignment,
     imbalance,

@@ -1,13 +1,14 @@
 """``diagnose``: some real steps, then every stage's rules in order."""
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from dxdy_nb.diagnosis import backward, crash, data, forward, loss, reproduce, update
-from dxdy_nb.diagnosis.probes import Experiment, OutOfTime
+from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, Report, ordered
 from dxdy_nb.diagnosis.saw import saw
 from dxdy_nb.diagnosis.subject import NAMES, is_one_shot, preserved, subject_of
@@ -66,7 +67,13 @@ def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit
     experiment = Experiment(subject, began + time_limit, steps)
     with preserved(subject), torch.enable_grad():
         experiment.observe()
-        findings, unchecked = judged(experiment)
+        return report_on(experiment)
+
+
+def report_on(experiment: Experiment) -> Report:
+    """Return the report of all rules on what was seen."""
+    began = time.monotonic()
+    findings, unchecked = judged(experiment)
     return Report(tuple(ordered(findings)), saw(experiment), tuple(unchecked), time.monotonic() - began)
 
 
@@ -74,10 +81,14 @@ def judged(experiment: Experiment) -> tuple[list[Finding], list[str]]:
     """Return the findings of all rules, and what could not be checked."""
     findings: list[Finding] = []
     unchecked = list(experiment.seen.notes)
-    for module in STAGE_MODULES:
-        for rule in module.RULES:
+    with warnings.catch_warnings():
+        # What torch has to say was recorded in the steps; where warnings are errors it would end the probes.
+        warnings.simplefilter("ignore")
+        for rule in (rule for module in STAGE_MODULES for rule in module.RULES):
             try:
                 findings += rule(experiment)
+            except NotRepeatable:
+                continue  # said once, in the notes
             except OutOfTime:
                 unchecked.append(f"{_words(rule)}: no time was left")
             except Exception as error:

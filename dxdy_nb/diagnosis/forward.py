@@ -1,4 +1,4 @@
-"""Does the model compute what was meant, sample by sample?"""
+"""Whether the model computes what was meant, sample by sample."""
 
 import inspect
 import math
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dxdy_nb.diagnosis.backward import _names
 from dxdy_nb.diagnosis.loss import _last_operation
-from dxdy_nb.diagnosis.observation import tensors_in
-from dxdy_nb.diagnosis.probes import Experiment, finite, graph_nodes, leading
+from dxdy_nb.diagnosis.observation import graph_nodes, leading, tensors_in
+from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.subject import preserved, same_randomness
 
@@ -196,6 +196,57 @@ def range_of_output(experiment: Experiment) -> Iterator[Finding]:
         )
 
 
+def over_one_element(experiment: Experiment) -> Iterator[Finding]:
+    """A softmax or a normalisation over a single element gives the same for every input."""
+    for name, module in experiment.subject.model.named_modules():
+        if isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape) == 1:
+            yield found("norm-of-one", name, "LayerNorm over one element: its output is its bias, whatever comes in")
+    out = leading(experiment.forward(grad=True)) if experiment.call is not None else None
+    if out is None or out.grad_fn is None:
+        return
+    for node in graph_nodes(out):
+        if type(node).__name__ not in ("SoftmaxBackward0", "LogSoftmaxBackward0"):
+            continue
+        result, dim = node._saved_result, _axis(node._saved_dim, node._saved_result.dim())
+        if result.dim() and result.size(dim) == 1:
+            yield found(
+                "softmax-of-one",
+                f"softmax(dim={dim}) of shape {list(result.shape)}",
+                "a softmax over an axis of length one is 1 everywhere, and has no gradient",
+            )
+        elif result.dim() > 1 and dim == 0 and len(result) == len(out) > 1 and not experiment.subject.batch_coupled:
+            yield found(
+                "softmax-over-batch",
+                f"softmax(dim=0) of shape {list(result.shape)}",
+                f"the softmax runs over the axis of the {len(out)} samples, so samples compete with each other",
+            )
+
+
+def _axis(dim: int, dims: int) -> int:
+    dim = dim - 2**64 if dim >= 2**63 else dim
+    return dim % dims if dims else 0
+
+
+def dropout_at_the_end(experiment: Experiment) -> Iterator[Finding]:
+    """The last thing that the model does is to drop parts of its answer."""
+    called: list[nn.Module] = []
+    leaves = [m for m in experiment.subject.model.modules() if not list(m.children())]
+    handles = [m.register_forward_hook(lambda m, i, o: called.append(m)) for m in leaves]
+    try:
+        if experiment.call is not None:
+            experiment.forward(evaluate=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if called and isinstance(called[-1], DROPOUTS) and called[-1].p > 0:
+        yield found(
+            "dropout-on-output",
+            experiment.subject.name_of(called[-1]),
+            f"the last layer is a dropout with p={called[-1].p}: in training {called[-1].p:.0%} of the outputs are "
+            "zero",
+        )
+
+
 def random_in_eval(experiment: Experiment) -> Iterator[Finding]:
     """Dropout is active in eval mode."""
     if experiment.call is None:
@@ -253,8 +304,12 @@ def samples_mix(experiment: Experiment) -> Iterator[Finding]:
         mixed = leading(experiment.forward(other))
         if base is None or mixed is None or base_again is None or not torch.equal(base, base_again):
             return
-        change = float((base[0] - mixed[0]).abs().max())
+        other = torch.cat([strangers[0][:-1] if strangers else x[:-1].roll(1, 0), x[-1:]])
+        last = leading(experiment.forward(other))
         scale = float(base.abs().max()) + 1e-12
+        change = float((base[0] - mixed[0]).abs().max())
+        if last is not None:  # a recurrent net that runs over samples leaves the first one alone
+            change = max(change, float((base[-1] - last[-1]).abs().max()))
         if not change > 1e-4 * scale:
             return
         order = torch.arange(n).roll(1)
@@ -275,7 +330,7 @@ def sees_the_future(experiment: Experiment) -> Iterator[Finding]:
     tokens = list(tensors_in(experiment.first.batch)) if experiment.first is not None else []
     if x is None or out is None or x.is_floating_point() or x.dim() != 2 or x.size(1) < 4 or out.dim() != 3:
         return
-    targets = [t for t in [y, *tokens] if t is not None and t.shape == x.shape and t is not x]
+    targets = [t.view(x.shape) for t in [y, *tokens] if t is not None and t.numel() == x.numel() and t is not x]
     next_token = any(bool((t[:, :-1] == x[:, 1:]).all()) for t in targets)
     if not (experiment.subject.causal or next_token) or out.shape[:2] != x.shape:
         return
@@ -319,9 +374,15 @@ def affine(experiment: Experiment) -> Iterator[Finding]:
     bend = float((f + g - 2 * h).abs().max()) / float(f.abs().max() + g.abs().max())
     if bend > 1e-5:
         return
-    plain, bent = experiment.again(LONG), _with_activations(experiment, layers[:-1])
-    ends = [min(finite(losses)[-4:], default=math.inf) for losses in (plain, bent)]
-    helps = len(finite(bent)) == LONG and ends[1] < 0.5 * ends[0]
+    # A rate that is too large for the one may suit the other, so the plain network may also go slower.
+    runs = (
+        experiment.again(LONG),
+        experiment.again(LONG, prepare=set_lr(0.25)),
+        _with_activations(experiment, layers[:-1]),
+    )
+    plain, slow, bent = (min(finite(losses)[-4:], default=math.inf) for losses in runs)
+    ends = min(plain, slow), bent
+    helps = len(finite(runs[-1])) == LONG and ends[1] < 0.5 * ends[0]
     yield found(
         "missing-activation",
         "model",
@@ -412,6 +473,8 @@ RULES = (
     sizes,
     dead_units,
     range_of_output,
+    over_one_element,
+    dropout_at_the_end,
     random_in_eval,
     samples_mix,
     sees_the_future,

@@ -1,4 +1,4 @@
-"""Does the loss ask for what was meant?"""
+"""Whether the loss asks for what was meant."""
 
 import math
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dxdy_nb.diagnosis.observation import mapped, tensors_in
-from dxdy_nb.diagnosis.probes import Experiment, Reading, leading, main_call, same_tensor
+from dxdy_nb.diagnosis.observation import leading, main_call, replaced, tensors_in
+from dxdy_nb.diagnosis.probes import Experiment, Reading
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.subject import same_randomness
 
@@ -36,7 +36,7 @@ def _with_target(experiment: Experiment, y: Tensor) -> float:
     step, old = experiment.first, experiment.target
     assert step is not None and old is not None
     call = step.losses[-1]
-    args, kwargs = mapped((call.args, call.kwargs), lambda t: y if same_tensor(t, old) else t)
+    args, kwargs = replaced((call.args, call.kwargs), old, y)
     with same_randomness(), torch.no_grad():
         return float(call.module(*args, **kwargs))
 
@@ -126,6 +126,42 @@ def _last_operation(experiment: Experiment) -> str:
     return type(node).__name__ if node is not None else ""
 
 
+def impossible_arguments(experiment: Experiment) -> Iterator[Finding]:
+    """An argument of the recognised loss is outside what it is defined for."""
+    reading = experiment.reading
+    if reading is None or reading.node is None:
+        return
+    weight = getattr(reading.node, "_saved_pos_weight", None)
+    if weight is not None and bool((weight < 0).any()):
+        yield found("pos-weight-negative", "loss_fn", f"pos_weight reaches {float(weight.min()):.3g}: positives repel")
+    if reading.kind == "kl_div":
+        given = reading.node.given
+        if given is not None and given.dim() > 1 and bool((given > 1e-6).any()):
+            yield found(
+                "kl-input-not-log",
+                "loss_fn",
+                f"kl_div takes log-probabilities first; its input reaches {float(given.max()):.3g}, above 0",
+            )
+
+
+def softmax_axis(experiment: Experiment) -> Iterator[Finding]:
+    """The loss takes its softmax over the samples, not over the classes."""
+    reading = experiment.reading
+    if reading is None or reading.gradient is None or reading.output.dim() != 2 or reading.node is None:
+        return
+    g = reading.gradient
+    if min(g.shape) < 2 or not g.any() or reading.kind not in ("nll", "cross_entropy", "soft_cross_entropy"):
+        return
+    over = [float(g.sum(axis).abs().max()) / float(g.abs().max()) for axis in (0, 1)]
+    if over[0] < 1e-5 and over[1] > 1e-2:
+        yield found(
+            "log-softmax-over-batch",
+            "loss_fn",
+            "the gradient at the output sums to zero over the samples and not over the classes: the softmax runs over "
+            "the batch",
+        )
+
+
 def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
     """Targets are not what the recognised loss is defined for."""
     reading = experiment.reading
@@ -140,7 +176,13 @@ def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
                 "targets",
                 f"binary_cross_entropy_with_logits needs targets within 0 and 1; they reach from {low:g} to {high:g}",
             )
-    if reading.kind == "cross_entropy" and targets and not targets[0].is_floating_point() and reading.output.dim() > 1:
+    if (
+        reading.kind == "cross_entropy"
+        and reading.direct
+        and targets
+        and not targets[0].is_floating_point()
+        and reading.output.dim() > 1
+    ):
         classes, ignored = reading.output.size(1), getattr(reading.node, "_saved_ignore_index", -100)
         bad = [y for y in targets if bool(((y != _signed(ignored)) & ((y < 0) | (y >= classes))).any())]
         if bad and reading.output.dim() == 2 and targets[0].dim() == 1:
@@ -218,7 +260,7 @@ def _perfect(experiment: Experiment, index: int) -> Tensor | None:
     old = leading(main.output) if main is not None else None
     if not targets or old is None or targets[0].shape != old.shape:
         return None
-    args, kwargs = mapped((call.args, call.kwargs), lambda t: targets[0] if same_tensor(t, old) else t)
+    args, kwargs = replaced((call.args, call.kwargs), old, targets[0])
     with torch.no_grad(), same_randomness():
         return call.module(*args, **kwargs)
 
@@ -407,7 +449,7 @@ def mean_of_means(experiment: Experiment) -> Iterator[Finding]:
     if k < 2 or len(steps) < k or reading is None or reading.kind not in ("cross_entropy", "nll"):
         return
     ignored = _signed(getattr(reading.node, "_saved_ignore_index", -100))
-    outs, targets, counts, values = [], [], [], []
+    outs, targets, counts = [], [], []
     for step in steps:
         loss, call = step.losses[-1], main_call(step)
         out = leading(call.output) if call is not None else None
@@ -417,20 +459,22 @@ def mean_of_means(experiment: Experiment) -> Iterator[Finding]:
         outs.append(out)
         targets.append(y)
         counts.append(int((y != ignored).sum()))
-        values.append(float(loss.output))
     shares = [b.share for step in steps for b in step.backwards if math.isfinite(b.share)]
     if max(counts) <= 1.05 * min(counts) or not shares or max(shares) > 1.05 * min(shares):
         return
-    with torch.no_grad(), same_randomness():
-        whole = float(steps[0].losses[-1].module(torch.cat(outs), torch.cat(targets)))
-    mean = sum(values) / k
-    if abs(whole - mean) > 0.01 * abs(whole):
+    leaves = [out.detach().clone().requires_grad_() for out in outs]
+    loss_fn = steps[0].losses[-1].module
+    with torch.enable_grad(), same_randomness():
+        mean = sum(loss_fn(out, y) for out, y in zip(leaves, targets, strict=True)) / k
+        whole = loss_fn(torch.cat(leaves), torch.cat(targets))
+        parts, window = (torch.cat([g.flatten() for g in torch.autograd.grad(v, leaves)]) for v in (mean, whole))
+    alike = float(torch.cosine_similarity(parts, window, 0))
+    if alike < 0.99:
         yield found(
             "accum-mean-of-means",
             "loss_fn",
-            f"labels per micro-batch {counts}, each with the same weight: mean of means {mean:.4g}, mean over the "
-            "window "
-            f"{whole:.4g}",
+            f"labels per micro-batch {counts}, each with the same weight: the gradient at the outputs has a cosine of "
+            f"{alike:.2f} with that of the mean over the window (loss {float(mean):.4g} and {float(whole):.4g})",
         )
 
 
@@ -438,6 +482,8 @@ RULES = (
     not_a_number,
     target_is_spread,
     single_logit,
+    softmax_axis,
+    impossible_arguments,
     wrong_input,
     targets_out_of_range,
     class_weights,

@@ -10,21 +10,24 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from dxdy_nb.diagnosis.subject import Subject
+from dxdy_nb.observe.batches import Fetches
+from dxdy_nb.observe.hooks import inside_forward, listening
 
-KEPT = 6  # steps whose tensors are kept; of later ones only facts
+KEPT = 6  # steps whose tensors are kept in any case; of later ones
+HELD = 32 * 2**20  # as long as batches take so many bytes
+
+
+SHAPING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute", "Clone", "T", "ToCopy")
 
 
 @dataclass
@@ -51,6 +54,17 @@ class Backward:
     reached: tuple[str, ...]  # parameters whose gradient it changed
     share: float  # value / that of the loss function: 1/k where the loss was divided, the scale where it was scaled
     strangers: tuple[tuple[int, ...], ...] = ()  # shapes of leaves that got a gradient, and are no parameters
+
+
+@dataclass
+class Root:
+    """What a backward began at, as a function of the model's output: read from the graph between the two."""
+
+    kind: str
+    value: float
+    saved: Any  # what its operation had kept
+    direct: bool  # whether nothing but the loss stands between the two
+    gradient: Tensor | None = None  # at the output
 
 
 @dataclass
@@ -96,6 +110,8 @@ class Step:
     updates: list[Update] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     warned: list[str] = field(default_factory=list)
+    root: Root | None = None
+    key: int = 0  # of its batch: equal batches have equal keys
     clips: list[tuple[float, float, bool]] = field(default_factory=list)  # norm, bound, whether still scaled
     value: float = math.nan  # of the loss
     error: BaseException | None = None
@@ -117,7 +133,7 @@ class Observation:
 
     @property
     def events(self) -> list[str]:
-        """All events in order: forward, loss, backward, zero_grad, clip, unscale, step, scheduler, …"""
+        """All events in order: forward, loss, backward, zero_grad, clip, unscale, step, scheduler and more."""
         return [event for step in self.steps for event in step.events]
 
     @property
@@ -138,16 +154,29 @@ class _Marker:
         return None
 
 
-class Recorder:
-    """Takes the notes; ``recording`` puts its hooks in place."""
+class Witness:
+    """Hears of a loop through ``observe.hooks`` and takes notes of its objects; it changes none of them.
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    In a loop that ``diagnose`` drives, each step is begun and ended by it. In anybody's loop a step begins with a batch
+    from a loader, and ``subject`` grows with what is seen: the models that run, the optimizers that step.
+    """
+
+    given: frozenset[int] = frozenset()
+
+    def __init__(self, subject: Subject | None = None, most: int = 24) -> None:
+        self.driven = subject is not None
+        self.subject = subject or Subject(nn.Module())
+        self.most = most
         self.seen = Observation()
         self.step = Step(-1, 0, None)
-        self.caught: list[Any] = []
-        self._depth = 0
-        self._begun: list[tuple[Any, Tensor]] = []
+        self.initial: dict[str, Tensor] = {}  # weights when each model was first seen
+        self.loaders: list[Any] = []
+        self.caught: list[Any] = []  # warnings
+        self._models: list[nn.Module] = []
+        self._rng: Tensor | None = None
+        self._held = 0
+        self._loader: Any = None  # of the last batch
+        self._trained_on: set[int] = set()
         self._in_backward = self._in_scaler = self._scaling = self._unscaled = False
         self._roots: dict[int, weakref.ref[Tensor]] = {}  # tensors that backward began at, since gradients were cleared
         self._markers: list[weakref.ref[_Marker]] = []
@@ -156,54 +185,132 @@ class Recorder:
         self._at_update: dict[str, tuple[int, int]] = {}  # gradients that an update has used
         self._dirty: set[str] = set()
         self._reached: set[str] = set()  # since the last update
+        self._dropped: set[str] = set()  # likewise, and cleared again
         self._before: dict[str, Tensor] = {}
 
     # ---- steps ----
 
+    @property
+    def deaf(self) -> bool:
+        """Whether enough was heard."""
+        return not self.driven and len(self.seen.steps) > self.most
+
     def begin(self, index: int, epoch: int, batch: Any) -> None:
         """Begin a step on a batch."""
         self.step = Step(index, epoch, batch)
+        self.step.key = batch_key(batch)
         self.seen.steps.append(self.step)
         self._loss_values = []
-        self._depth = 0
 
     def end(self, value: Any = None) -> None:
         """End the step; ``value`` is what the training step returned."""
         step = self.step
         candidates = [_number(value), *(b.value for b in step.backwards[-1:]), *self._loss_values[-1:]]
         step.value = next((v for v in candidates if not math.isnan(v)), math.nan)
+        if step.batch is None and not self.driven:
+            step.batch = _given(step)
+            step.key = batch_key(step.batch)
+        self._held += sum(t.numel() * t.element_size() for t in tensors_in(step.batch))
+        drop = step.index >= KEPT and step.error is None and self._held > HELD
         for call in (*step.calls, *step.losses):
-            if step.index >= KEPT and step.error is None:
+            if drop:
                 call.args, call.kwargs, call.output = (), {}, None
             call.args, call.kwargs, call.output = map(detached, (call.args, call.kwargs, call.output))
-        if step.index >= KEPT and step.error is None:
+        if drop:
             step.batch = None
         step.graphs = sum(marker() is not None for marker in self._markers[:-2])
 
-    # ---- modules and losses ----
+    @property
+    def window(self) -> int:
+        """The most backward calls that an update waited for."""
+        counts, count = [0], 0
+        for event in self.seen.events:
+            count = count + 1 if event == "backward" else 0 if event == "step" else count
+            counts.append(count)
+        return 1 if "dropped" in self.seen.events else max(counts)
 
-    def before_module(self, module: nn.Module, args: Any) -> None:
-        """Note the call of a module, if no other module is running."""
-        if torch.compiler.is_compiling():
+    @property
+    def held_out(self) -> list[Any]:
+        """The loaders whose batches no training step used."""
+        return [loader for loader in self.loaders if id(loader) not in self._trained_on]
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End what was under way in anybody's loop; steps without a training forward were a validation's."""
+        if self.step.index >= 0:
+            self.step.error = error if isinstance(error, Exception) else None
+            self.end()
+        training = [s for s in self.seen.steps if s.backwards or s.updates or s.error or any(c.grad for c in s.calls)]
+        self.seen.steps = training[: self.most]
+        now = self.subject.parameters
+        self.seen.moved = {n for n, p in self.initial.items() if n in now and not torch.equal(p, now[n].detach())}
+        self._left, self._before = {}, {}
+
+    # ---- what the hooks tell: each method returns what is entered before the call and left after it ----
+
+    def iterate(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a step with each batch of a loop that nobody drives."""
+        if self.driven or self.deaf:
+            return begin()
+        if any(loader is known for known in self.loaders):
+            self.step.events.append("epoch")
+            self.seen.epochs += 1
+        else:
+            self.loaders.append(loader)
+        return Fetches(begin(), functools.partial(self._fetch, loader))
+
+    def _fetch(self, loader: Any, batches: Iterator[Any]) -> Any:
+        batch = next(batches)
+        self._loader = loader
+        if not self.deaf:
+            if self.step.index >= 0:
+                self.end()
+            self.begin(len(self.seen.steps), self.seen.epochs, batch)
+        return batch
+
+    def forward(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Note that an outermost module is called."""
+        if self.deaf or self._in_backward:
             return
-        self._depth += 1
-        if self._depth == 1:
-            self.step.events.append("loss" if self._is_loss(module) else "forward")
-            self._begun = [(module, torch.get_rng_state())]
+        if not self.driven:
+            self._meet(module)
+            if self.step.batch is None and self.step.updates and torch.is_grad_enabled():
+                self.end()
+                self.begin(len(self.seen.steps), self.seen.epochs, None)
+        if torch.is_grad_enabled():
+            self._trained_on.add(id(self._loader))
+        self.step.events.append("loss" if self._is_loss(module) else "forward")
+        self._rng = torch.get_rng_state()
 
-    def after_module(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Note what it was given and what came out."""
-        if torch.compiler.is_compiling() or not self._depth:
+        if self.deaf or self._in_backward:
             return
-        self._depth -= 1
-        if self._depth == 0 and not self._in_backward:
-            dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            rng = self._begun[0][1] if self._begun else None
-            call = Call(module, args, kwargs, output, module.training, torch.is_grad_enabled(), dtype, rng)
-            if self._is_loss(module):
-                self._note_loss(call)
-            else:
-                self.step.calls.append(call)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        call = Call(module, inputs, named, output, module.training, torch.is_grad_enabled(), dtype, self._rng)
+        if self._is_loss(module):
+            self._note_loss(call)
+        else:
+            self.step.calls.append(call)
+
+    def _meet(self, module: nn.Module) -> None:
+        """Make a module that was seen for the first time part of the subject."""
+        if any(module is m for m in self._models) or not any(True for _ in module.parameters()):
+            return
+        if self._is_loss(module):
+            return
+        self._models.append(module)
+        names = [type(m).__name__ for m in self._models]
+        whole = (
+            module
+            if len(self._models) == 1
+            else nn.ModuleDict(
+                {f"{name}{place or ''}": m for place, (name, m) in enumerate(zip(names, self._models, strict=True))}
+            )
+        )
+        self.subject = replace(self.subject, model=whole)
+        self.initial = {n: p.detach().clone() for n, p in self.subject.parameters.items()}
+        if self.step.index < 0:
+            self.begin(0, 0, None)
 
     def _is_loss(self, module: Any) -> bool:
         return module is self.subject.loss_fn or isinstance(module, nn.modules.loss._Loss)
@@ -215,6 +322,8 @@ class Recorder:
 
         @functools.wraps(loss_fn)
         def recorded(*args: Any, **kwargs: Any) -> Any:
+            if self.deaf or torch.compiler.is_compiling():
+                return loss_fn(*args, **kwargs)
             self.step.events.append("loss")
             result = loss_fn(*args, **kwargs)
             self._note_loss(Call(loss_fn, args, kwargs, result, grad=torch.is_grad_enabled()))
@@ -226,52 +335,62 @@ class Recorder:
         self.step.losses.append(call)
         self._loss_values.append(_number(call.output))
 
-    # ---- backward ----
-
-    def backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a backward that notes what it does to the gradients."""
-
-        @functools.wraps(original)
-        def observed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            roots = [tensors] if torch.is_tensor(tensors) else list(tensors)
-            if self._in_backward or not roots or not torch.is_tensor(roots[0]):
-                return original(roots if not torch.is_tensor(tensors) else tensors, *args, **kwargs)
-            root, parameters = roots[0], self.subject.parameters
-            before = _versions(parameters)
-            self._dirty -= {n for n in self._dirty if n not in before}
-            self._dirty |= {n for n, v in before.items() if self._at_update.get(n) == v and _any(parameters[n].grad)}
-            strangers = _strangers(root, self.subject)
-            self.step.events.append("backward")
-            self._in_backward = True
-            try:
-                original(roots if not torch.is_tensor(tensors) else tensors, *args, **kwargs)
-            finally:
-                self._in_backward = False
-            known = self._roots.get(id(root))
-            repeated = known is not None and known() is root
-            self._roots[id(root)] = weakref.ref(root)
-            self._mark(root)
-            after = _versions(parameters)
-            reached = tuple(n for n, v in after.items() if before.get(n) != v)
-            self._reached.update(n for n in reached if _any(parameters[n].grad))
-            value, whole = _number(root), self._loss_values[-1] if self._loss_values else math.nan
-            share = value / whole if whole else math.nan
-            name = "" if root.grad_fn is None else type(root.grad_fn).__name__
-            self.step.backwards.append(Backward(value, name, repeated, reached, share, strangers))
-            return None
-
-        return observed
-
-    def _mark(self, root: Tensor) -> None:
+    @contextmanager
+    def backward(self, tensors: Any) -> Iterator[None]:
+        """Note what a backward does to the gradients."""
+        roots = [tensors] if torch.is_tensor(tensors) else list(tensors)
+        if self.deaf or self._in_backward or not roots or not torch.is_tensor(roots[0]):
+            yield
+            return
+        root, parameters = roots[0], self.subject.parameters
+        before = _versions(parameters)
+        self._dirty -= {n for n in self._dirty if n not in before}
+        self._dirty |= {n for n, v in before.items() if self._at_update.get(n) == v and _any(parameters[n].grad)}
+        strangers = _strangers(root, self.subject)
+        self.step.events.append("backward")
+        known = self._roots.get(id(root))
+        repeated = known is not None and known() is root
+        self._roots[id(root)] = weakref.ref(root)
         if root.grad_fn is not None:
             marker = _Marker()
             root.grad_fn.register_hook(marker)
             self._markers.append(weakref.ref(marker))
+            del marker
+        if self.step.index < 2 and self.step.root is None:
+            self._read(root)
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+        after = _versions(parameters)
+        reached = tuple(n for n, v in after.items() if before.get(n) != v)
+        self._reached.update(n for n in reached if _any(parameters[n].grad))
+        value, whole = _number(root), self._loss_values[-1] if self._loss_values else math.nan
+        share = value / whole if whole else math.nan
+        name = "" if root.grad_fn is None else type(root.grad_fn).__name__
+        self.step.backwards.append(Backward(value, name, repeated, reached, share, strangers))
 
-    # ---- updates ----
+    def _read(self, root: Tensor) -> None:
+        """Note what the loss is, and have its gradient at the output noted when that is known."""
+        call = main_call(self.step)
+        out = leading(call.output) if call is not None else None
+        if out is None or out.grad_fn is None or root.grad_fn is None:
+            return
+        between = graph_nodes(root, out.grad_fn)
+        kind, node = kind_of(between)
+        kept = ("_saved_target", "_saved_weight", "_saved_pos_weight", "_saved_ignore_index")
+        saved = SimpleNamespace(**{name: getattr(node, name) for name in kept if hasattr(node, name)})
+        parts = [n for n in between if not type(n).__name__.startswith(SHAPING)]
+        self.step.root = noted = Root(kind, _number(root), saved, direct=bool(kind) and len(parts) <= 4)
+        out.register_hook(lambda gradient: setattr(noted, "gradient", gradient.detach().clone()))
 
-    def before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Note gradients and weights as an update finds them."""
+        if self.deaf:
+            return
+        if not self.driven and not any(optimizer is o for o in self.subject.optimizers):
+            self.subject = replace(self.subject, optimizers=(*self.subject.optimizers, optimizer))
         parameters = self.subject.parameters
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = {n: p for n, p in parameters.items() if id(p) in owned}
@@ -282,16 +401,17 @@ class Recorder:
                 outside[name] = float((p.detach().double() - left.double()).abs().max())
         lrs = tuple(_number(group.get("lr", math.nan)) for group in optimizer.param_groups)
         seen = {n: _gradient(p) for n, p in mine.items()}
-        cleared = tuple(n for n, s in seen.items() if n in self._reached and not s.norm > 0 and not s.nonfinite)
+        gone = self._reached | self._dropped
+        cleared = tuple(n for n, s in seen.items() if n in gone and not s.norm > 0 and not s.nonfinite)
         dirty = tuple(n for n in self._dirty if n in mine and _any(mine[n].grad))
         update = Update(optimizer, lrs, seen, outside, dirty, cleared, self.subject.model.training)
         update.scaled = self._scaling and not self._unscaled and not self._in_scaler
         self._before = {n: p.detach().clone() for n, p in mine.items()}
         self.step.updates.append(update)
 
-    def after_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what the update did."""
-        if not self.step.updates:
+        if self.deaf or not self.step.updates:
             return
         update, parameters = self.step.updates[-1], self.subject.parameters
         for name, before in self._before.items():
@@ -299,96 +419,143 @@ class Recorder:
             if p is not None and p.shape == before.shape:
                 _movement(update.parameters[name], before, p.detach(), p.grad)
                 self._left[name] = p.detach().clone()
-        now = _versions({n: parameters[n] for n in self._before if n in parameters})
-        self._at_update |= now
+        self._at_update |= _versions({n: parameters[n] for n in self._before if n in parameters})
         self._dirty -= set(self._before)
         self._reached -= set(self._before)
+        self._dropped -= set(self._before)
         self._before = {}
         states = [s for s in optimizer.state.values() if isinstance(s, dict) and "step" in s]
         update.state_steps = max((_number(s["step"]) for s in states), default=math.nan)
         self.step.events.append("step")
         self._unscaled = False
 
-    def plain(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that notes an event and does what the original does."""
-
-        @functools.wraps(original)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            if isinstance(args[0], torch.amp.GradScaler) and not args[0].is_enabled():
-                return original(*args, **kwargs)
-            self.step.events.append(kind)
-            if kind == "clip":
-                self.step.clips.append((_number(args[2]), _number(args[1]), self._scaling and not self._unscaled))
-            elif kind == "unscale":
-                self._unscaled = True
-            elif kind == "scale":
-                self._scaling = True
-            elif kind == "scaler_step":
-                return self._scaler_step(original, args, kwargs)
-            result = original(*args, **kwargs)
-            if kind == "zero_grad":
-                self._roots.clear()
-            return result
-
-        return observed
-
-    def _scaler_step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    @contextmanager
+    def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Note a scaler's step, and whether it left the optimizer's out."""
         before, self._in_scaler = len(self.step.updates), True
         try:
-            result = original(*args, **kwargs)
+            yield
         finally:
             self._in_scaler = False
-        if len(self.step.updates) == before:
-            self.step.events.append("skip")
-        self._unscaled = False
-        return result
+        if scaler.is_enabled():
+            if len(self.step.updates) == before:
+                self.step.events.append("skip")
+            self._unscaled = False
+
+    def scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Note that a loss is scaled."""
+        if scaler.is_enabled():
+            self._scaling = True
+            self.step.events.append("scale")
+
+    def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Note that gradients lose their scale."""
+        if scaler.is_enabled():
+            self._unscaled = True
+            self.step.events.append("unscale")
+
+    def clip(self, norm: Tensor, bound: float) -> None:
+        """Note the norm before clipping and its bound."""
+        self.step.events.append("clip")
+        self.step.clips.append((_number(norm), _number(bound), self._scaling and not self._unscaled))
+
+    @contextmanager
+    def zero_grad(self, owner: Any) -> Iterator[None]:
+        """Note which gradients are cleared that no update has used."""
+        yield
+        self.step.events.append("zero_grad")
+        self._roots.clear()
+        parameters = self.subject.parameters
+        lost = {n for n in self._reached if n in parameters and not _any(parameters[n].grad)}
+        self._reached -= lost
+        self._dropped |= lost
+        self.step.events += ["dropped"] * bool(lost)
+
+    def schedule(self, scheduler: Any) -> None:
+        """Note a scheduler's step."""
+        self.step.events.append("scheduler")
+        if not self.driven and self.subject.scheduler is None:
+            self.subject = replace(self.subject, scheduler=scheduler)
+
+    def reading_gradients(self) -> None:
+        """Nothing to note."""
+
+    def item(self) -> None:
+        """Nothing to note."""
+
+    def copied(self, seconds: float) -> None:
+        """Nothing to note."""
+
+    def forked(self) -> None:
+        """Hear no more: this is another process."""
+        self.most = -1
 
 
 @contextmanager
-def recording(subject: Subject) -> Iterator[Recorder]:
-    """Record what runs inside the block; everything that is put in place is taken away at the end."""
-    recorder = Recorder(subject)
-    with ExitStack() as undo, warnings.catch_warnings(record=True) as caught:
+def recording(subject: Subject) -> Iterator[Witness]:
+    """Record what runs inside the block, and the warnings of it."""
+    witness = Witness(subject)
+    with warnings.catch_warnings(record=True) as caught, listening(witness):
         warnings.simplefilter("always")
-        for handle in (
-            register_module_forward_pre_hook(recorder.before_module),
-            register_module_forward_hook(recorder.after_module, with_kwargs=True, always_call=True),
-            register_optimizer_step_pre_hook(recorder.before_update),
-            register_optimizer_step_post_hook(recorder.after_update),
-        ):
-            undo.callback(handle.remove)
-        _stand_in(undo, torch.autograd, "backward", recorder.backward)
-        for owner, name, kind in _noted():
-            _stand_in(undo, owner, name, lambda original, kind=kind: recorder.plain(kind, original))
-        recorder.caught = caught
-        yield recorder
+        witness.caught = caught
+        yield witness
 
 
-def _noted() -> list[tuple[Any, str, str]]:
-    """Return whose functions are noted as which event."""
-    places: list[tuple[Any, str, str]] = [
-        (torch.optim.Optimizer, "zero_grad", "zero_grad"),
-        (nn.Module, "zero_grad", "zero_grad"),
-        (torch.amp.GradScaler, "scale", "scale"),
-        (torch.amp.GradScaler, "unscale_", "unscale"),
-        (torch.amp.GradScaler, "step", "scaler_step"),
-        (torch.amp.GradScaler, "update", "scaler_update"),
-        (torch.optim.lr_scheduler.LRScheduler, "step", "scheduler"),
-    ]
-    for kind in vars(torch.optim.lr_scheduler).values():
-        if isinstance(kind, type) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler) and "step" in vars(kind):
-            places.append((kind, "step", "scheduler"))
-    from torch.nn.utils import clip_grad
-
-    places += [(clip_grad, name, "clip") for name in ("_clip_grads_with_norm_",) if hasattr(clip_grad, name)]
-    return list(dict.fromkeys(places))
+LOSSES = tuple(name for name in dir(F) if name.endswith(("_loss", "_entropy", "_with_logits")) or name == "kl_div")
 
 
-def _stand_in(undo: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    original = getattr(owner, name)
-    own = name in vars(owner)
-    setattr(owner, name, make(original))
-    undo.callback(setattr, owner, name, original) if own else undo.callback(delattr, owner, name)
+@contextmanager
+def witnessing(witness: Witness) -> Iterator[Witness]:
+    """Let a witness hear anybody's loop, the losses of ``torch.nn.functional`` included."""
+    originals = {name: getattr(F, name) for name in LOSSES if callable(getattr(F, name))}
+    stand_ins = {name: _heard(witness, original) for name, original in originals.items()}
+    for name, stand_in in stand_ins.items():
+        setattr(F, name, stand_in)
+    error: BaseException | None = None
+    try:
+        with listening(witness):
+            yield witness
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        for name, original in originals.items():
+            if getattr(F, name) is stand_ins[name]:
+                setattr(F, name, original)
+        witness.finish(error)
+
+
+def _given(step: Step) -> Any:
+    """Return what stands for a batch where no loader gave one: what model and loss were given from outside."""
+    outputs = [t for call in step.calls for t in tensors_in(call.output)]
+    known = {t.data_ptr() for t in outputs}
+    given = [t for call in step.calls[:1] for t in tensors_in((call.args, call.kwargs))]
+    given += [t for loss in step.losses[-1:] for t in tensors_in((loss.args, loss.kwargs)) if t.grad_fn is None]
+    found = {t.data_ptr(): t.detach() for t in given if t.data_ptr() not in known and t.dim()}
+    return tuple(found.values()) or None
+
+
+def _heard(witness: Witness, original: Callable[..., Any]) -> Callable[..., Any]:
+    recorded = witness.wrapped_loss(original)
+
+    @functools.wraps(original)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        inside = torch.compiler.is_compiling() or inside_forward()  # a loss within a model is the model's own
+        return original(*args, **kwargs) if inside else recorded(*args, **kwargs)
+
+    return stand_in
+
+
+def batch_key(batch: Any) -> int:
+    """Return a number that is the same for batches with the same content."""
+    return hash(tuple(_bytes(t) for t in tensors_in(batch)))
+
+
+def _bytes(t: Tensor) -> int:
+    dense = t.detach().cpu()
+    return (
+        hash(dense.contiguous().flatten().view(torch.uint8).numpy().tobytes()) if dense.layout is torch.strided else 0
+    )
 
 
 def _versions(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -480,3 +647,79 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     mapped(value, note)
     return found
+
+
+def same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same memory, perhaps in another shape, and one cut from the graph."""
+    return a is b or (
+        a.layout == b.layout == torch.strided
+        and a.dtype == b.dtype
+        and a.numel() == b.numel() > 0
+        and a.data_ptr() == b.data_ptr()
+        and (a.stride() == b.stride() if a.shape == b.shape else a.is_contiguous() and b.is_contiguous())
+    )
+
+
+def replaced(structure: Any, old: Tensor, new: Tensor) -> Any:
+    """Return a structure with a tensor in the place of another, in the shape that the other has there."""
+    return mapped(structure, lambda t: new.reshape(t.shape) if same_tensor(t, old) else t)
+
+
+def leading(output: Any) -> Tensor | None:
+    """Return what the loss is most likely about: ``logits`` where there are some, else the first float tensor."""
+    if hasattr(output, "logits") and torch.is_tensor(output.logits):
+        return output.logits
+    if isinstance(output, dict) and torch.is_tensor(output.get("logits")):
+        return output["logits"]
+    return next((t for t in tensors_in(output) if t.is_floating_point()), None)
+
+
+def main_call(step: Step) -> Call | None:
+    """Return the call of a step whose output the loss took, else the first one."""
+    if not step.calls:
+        return None
+    for loss in reversed(step.losses):
+        for call in reversed(step.calls):
+            for out in tensors_in(call.output):
+                if any(same_tensor(out, given) for given in tensors_in((loss.args, loss.kwargs))):
+                    return call
+    return step.calls[0]
+
+
+def graph_nodes(tensor: Tensor, end: Any = None) -> list[Any]:
+    """Return the nodes of the graph behind a tensor, from it on, breadth first, as far as ``end``."""
+    seen, order, todo = {end}, [], [tensor.grad_fn]
+    while todo:
+        node = todo.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        order.append(node)
+        todo += [child for child, _ in node.next_functions]
+    return order
+
+
+# The operations that torch's losses end in, and what they are called.
+KINDS = {
+    "NllLossBackward0": "nll",
+    "NllLoss2DBackward0": "nll",
+    "BinaryCrossEntropyWithLogitsBackward0": "bce_logits",
+    "BinaryCrossEntropyBackward0": "bce",
+    "MseLossBackward0": "mse",
+    "SmoothL1LossBackward0": "l1",
+    "HuberLossBackward0": "l1",
+}
+
+
+def kind_of(nodes: list[Any]) -> tuple[str, Any]:
+    """Return what a loss is, from the operations behind it, and the operation that tells."""
+    node = next((n for n in nodes if type(n).__name__ in KINDS), None)
+    kind = KINDS.get(type(node).__name__, "")
+    names = {type(n).__name__ for n in nodes}
+    if kind == "nll" and "LogSoftmaxBackward0" in names:
+        kind = "cross_entropy"
+    elif not kind and "LogSoftmaxBackward0" in names:
+        kind = "soft_cross_entropy"
+    elif not kind and "AbsBackward0" in names and names <= {"AbsBackward0", "SubBackward0", "MeanBackward0"}:
+        kind = "l1"
+    return kind, node

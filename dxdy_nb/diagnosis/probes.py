@@ -12,13 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.observation import Call, Observation, Recorder, Step, mapped, recording, tensors_in
+from dxdy_nb.diagnosis.observation import (
+    Call,
+    Observation,
+    Step,
+    Witness,
+    graph_nodes,
+    kind_of,
+    leading,
+    main_call,
+    mapped,
+    recording,
+    replaced,
+    same_tensor,
+    tensors_in,
+)
 from dxdy_nb.diagnosis.subject import Subject, preserved, same_randomness
 from dxdy_nb.errors import DxdyError
 
 EPOCH_BYTES = 256 * 2**20  # of an epoch that are kept for reading
 FEWEST, MOST = 4, 24  # steps that are watched
 EPOCHS = 3
+
+
+class NotRepeatable(Exception):
+    """The training step cannot be run again: what was heard of it does not say how."""
 
 
 class OutOfTime(Exception):
@@ -43,16 +61,18 @@ class Experiment:
 
     def observe(self) -> Observation:
         """Run the real steps once, record them, and put everything back."""
-        with preserved(self.subject), recording(self.subject) as recorder:
-            self.seen = recorder.seen
+        with preserved(self.subject), recording(self.subject) as witness:
+            self.seen = witness.seen
             before = {name: p.detach().clone() for name, p in self.subject.parameters.items()}
             buffers = {name: b.detach().clone() for name, b in self.subject.model.named_buffers()}
             ema = _values(self.subject.ema_model)
-            self._epochs(recorder)
+            hooks = {name: _hooks(p) for name, p in self.subject.parameters.items()}
+            self._epochs(witness)
             now = self.subject.parameters
             self.seen.moved = {n for n, p in before.items() if n not in now or not _equal(p, now[n].detach())}
             self.seen.final = self._facts(buffers, ema)
             self.initial = before
+            self.seen.final["hooks"] = {n: _hooks(p) - hooks.get(n, 0) for n, p in now.items()}
         return self.seen
 
     def _facts(self, buffers: dict[str, Tensor], ema: dict[str, Tensor]) -> dict[str, Any]:
@@ -70,14 +90,14 @@ class Experiment:
                 facts["validated"] = [n for n, b in marks.items() if not _equal(b, now[n])]
         return facts
 
-    def _epochs(self, recorder: Recorder) -> None:
+    def _epochs(self, witness: Witness) -> None:
         index, most, began = 0, self.steps or MOST, time.monotonic()
         share = self.left() / 3
         for epoch in range(EPOCHS):
             found = False
             for batch in self._batches():
                 found = True
-                if not self._one(recorder, index, epoch, batch):
+                if not self._one(witness, index, epoch, batch):
                     return
                 index += 1
                 if index >= most or (index >= FEWEST and time.monotonic() - began > share):
@@ -85,11 +105,11 @@ class Experiment:
             if not found:
                 return
             self.seen.epochs += 1
-            recorder.step.events.append("epoch")
-            if self.subject.on_epoch_end is not None and not self._epoch_end(recorder):
+            witness.step.events.append("epoch")
+            if self.subject.on_epoch_end is not None and not self._epoch_end(witness):
                 return
 
-    def _epoch_end(self, recorder: Recorder) -> bool:
+    def _epoch_end(self, witness: Witness) -> bool:
         buffers = {n: b.detach().clone() for n, b in self.subject.model.named_buffers()}
         assert self.subject.on_epoch_end is not None
         try:
@@ -99,7 +119,7 @@ class Experiment:
             return False
         now = dict(self.subject.model.named_buffers())
         if any(n not in now or not _equal(b, now[n]) for n, b in buffers.items()):
-            recorder.step.events.append("buffers")
+            witness.step.events.append("buffers")
         return True
 
     def _batches(self) -> Iterator[Any]:
@@ -108,24 +128,26 @@ class Experiment:
         except Exception as error:
             self.seen.error, self.seen.error_place = error, "loader"
 
-    def _one(self, recorder: Recorder, index: int, epoch: int, batch: Any) -> bool:
-        recorder.begin(index, epoch, batch)
-        warned = len(recorder.caught)
+    def _one(self, witness: Witness, index: int, epoch: int, batch: Any) -> bool:
+        witness.begin(index, epoch, batch)
+        warned = len(witness.caught)
         value = None
         try:
-            value = self.train(batch, index, recorder)
+            value = self.train(batch, index, witness)
+        except NotRepeatable:
+            raise
         except Exception as error:
-            recorder.step.error = error
-        recorder.step.warned = [str(w.message) for w in recorder.caught[warned:]]
-        recorder.end(value)
-        return recorder.step.error is None
+            witness.step.error = error
+        witness.step.warned = [str(w.message) for w in witness.caught[warned:]]
+        witness.end(value)
+        return witness.step.error is None
 
-    def train(self, batch: Any, index: int = 0, recorder: Recorder | None = None) -> Any:
+    def train(self, batch: Any, index: int = 0, witness: Witness | None = None) -> Any:
         """Run one training step on a batch: the reader's own, or the usual one."""
         subject = self.subject
         loss_fn = subject.loss_fn
-        if recorder is not None and loss_fn is not None:
-            loss_fn = recorder.wrapped_loss(loss_fn)
+        if witness is not None and loss_fn is not None:
+            loss_fn = witness.wrapped_loss(loss_fn)
         if subject.train_step is not None:
             return subject.train_step(subject.model, batch, subject.optimizer, loss_fn, index)
         for optimizer in subject.all_optimizers:
@@ -159,18 +181,20 @@ class Experiment:
         if self.left() < 0:
             raise OutOfTime
         losses: list[float] = []
-        with preserved(self.subject), recording(self.subject) as recorder, torch.enable_grad():
+        with preserved(self.subject), recording(self.subject) as witness, torch.enable_grad():
             if prepare is not None:
                 prepare(self.subject)
             for index, given in enumerate(self._stream(steps, fixed)):
-                recorder.begin(index, 0, given)
+                witness.begin(index, 0, given)
                 try:
-                    value = self.train(batch(given) if batch else given, index, recorder)
+                    value = self.train(batch(given) if batch else given, index, witness)
+                except NotRepeatable:
+                    raise
                 except Exception:
                     losses.append(math.nan)
                     break
-                recorder.end(value)
-                losses.append(recorder.step.value)
+                witness.end(value)
+                losses.append(witness.step.value)
         return losses
 
     def _stream(self, steps: int, fixed: bool) -> Iterator[Any]:
@@ -191,11 +215,11 @@ class Experiment:
         """Return one recorded training step from the start on a batch of one's own."""
         if self.left() < 0:
             raise OutOfTime
-        with preserved(self.subject), recording(self.subject) as recorder:
+        with preserved(self.subject), recording(self.subject) as witness:
             if prepare is not None:
                 prepare(self.subject)
-            self._one(recorder, 0, 0, batch)
-            return recorder.step
+            self._one(witness, 0, 0, batch)
+            return witness.step
 
     @contextmanager
     def after(self, steps: int) -> Iterator[None]:
@@ -305,7 +329,9 @@ class Experiment:
         new = leading(output)
         if old is None or new is None:
             return None
-        args, kwargs = mapped((loss.args, loss.kwargs), lambda t: new if same_tensor(t, old) else t)
+        if not any(same_tensor(t, old) for t in tensors_in((loss.args, loss.kwargs))):
+            return None
+        args, kwargs = replaced((loss.args, loss.kwargs), old, new)
         with same_randomness():
             return loss.module(*args, **kwargs)
 
@@ -320,19 +346,30 @@ class Reading:
     value: float
     gradient: Tensor | None
     target: Tensor | None
+    direct: bool = True  # whether the output itself is what the loss is of
 
 
-# The operations that torch's losses end in, and what they are called.
-KINDS = {
-    "NllLossBackward0": "nll",
-    "NllLoss2DBackward0": "nll",
-    "BinaryCrossEntropyWithLogitsBackward0": "bce_logits",
-    "BinaryCrossEntropyBackward0": "bce",
-    "MseLossBackward0": "mse",
-    "SmoothL1LossBackward0": "l1",
-    "HuberLossBackward0": "l1",
-    "KlDivBackward0": "kl_div",
-}
+def _heard_of(experiment: Experiment, output: Tensor) -> Reading | None:
+    """Return the reading of a loss that was no function's result, as its own graph told it at backward."""
+    root = experiment.first.root if experiment.first is not None else None
+    if root is None or root.gradient is None or root.gradient.shape != output.shape:
+        return None
+    target = getattr(root.saved, "_saved_target", None)
+    return Reading(
+        root.kind, root.saved, output.detach(), root.value, root.gradient,
+        target if target is not None else experiment.target, root.direct,
+    )  # fmt: skip
+
+
+class _Divergence(torch.overrides.TorchFunctionMode):
+    """Notes what kl_div is given first: it leaves no operation of its own in the graph."""
+
+    given: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.kl_div and args:
+            self.given = args[0].detach()
+        return func(*args, **(kwargs or {}))
 
 
 def read_loss(experiment: Experiment) -> Reading | None:
@@ -341,38 +378,20 @@ def read_loss(experiment: Experiment) -> Reading | None:
     if output is None or not output.is_floating_point():
         return None
     leaf = output.detach().clone().requires_grad_()
-    with torch.enable_grad(), warnings.catch_warnings():
+    divergence = _Divergence()
+    with torch.enable_grad(), warnings.catch_warnings(), divergence:
         warnings.simplefilter("ignore")
         loss = experiment.loss_of(leaf)
     if loss is None or not torch.is_tensor(loss) or loss.numel() != 1:
-        return None
+        return _heard_of(experiment, output)
     if loss.grad_fn is None:
         return Reading("", None, leaf, float(loss.detach()), None, experiment.target)
     nodes = graph_nodes(loss)
-    node = next((n for n in nodes if type(n).__name__ in KINDS), None)
-    kind = KINDS.get(type(node).__name__, "")
-    names = {type(n).__name__ for n in nodes}
-    if kind == "nll" and "LogSoftmaxBackward0" in names:
-        kind = "cross_entropy"
-    elif not kind and "LogSoftmaxBackward0" in names:
-        kind = "soft_cross_entropy"
-    elif not kind and "AbsBackward0" in names and names <= {"AbsBackward0", "SubBackward0", "MeanBackward0"}:
-        kind = "l1"
+    kind, node = kind_of(nodes)
+    if divergence.given is not None:
+        kind, node = "kl_div", divergence
     (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True, retain_graph=True)
     return Reading(kind, node, leaf.detach(), float(loss.detach()), gradient, experiment.target)
-
-
-def graph_nodes(tensor: Tensor) -> list[Any]:
-    """Return the nodes of the graph behind a tensor, from it on, breadth first."""
-    seen, order, todo = set(), [], [tensor.grad_fn]
-    while todo:
-        node = todo.pop(0)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        order.append(node)
-        todo += [child for child, _ in node.next_functions]
-    return order
 
 
 def usual_loss(model: nn.Module, loss_fn: Any, batch: Any) -> Tensor:
@@ -393,39 +412,6 @@ def usual_loss(model: nn.Module, loss_fn: Any, batch: Any) -> Tensor:
     return loss_fn(output, target) if loss_fn is not None else output
 
 
-def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same memory seen in the same way (one may be cut from the graph)."""
-    return a is b or (
-        a.layout == b.layout == torch.strided
-        and a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.data_ptr() == b.data_ptr()
-        and a.stride() == b.stride()
-        and a.numel() > 0
-    )
-
-
-def leading(output: Any) -> Tensor | None:
-    """Return what the loss is most likely about: ``logits`` where there are some, else the first float tensor."""
-    if hasattr(output, "logits") and torch.is_tensor(output.logits):
-        return output.logits
-    if isinstance(output, dict) and torch.is_tensor(output.get("logits")):
-        return output["logits"]
-    return next((t for t in tensors_in(output) if t.is_floating_point()), None)
-
-
-def main_call(step: Step) -> Call | None:
-    """Return the call of a step whose output the loss took, else the first one."""
-    if not step.calls:
-        return None
-    for loss in reversed(step.losses):
-        for call in reversed(step.calls):
-            for out in tensors_in(call.output):
-                if any(same_tensor(out, given) for given in tensors_in((loss.args, loss.kwargs))):
-                    return call
-    return step.calls[0]
-
-
 def target_of(step: Step) -> Tensor | None:
     """Return the tensor that the loss compared the output with, or the batch's own last tensor."""
     if step.losses:
@@ -436,6 +422,10 @@ def target_of(step: Step) -> Tensor | None:
         return None
     found = tensors_in(step.batch)
     return found[-1] if len(found) > 1 else None
+
+
+def _hooks(p: Tensor) -> int:
+    return len(p._backward_hooks or ()) + len(getattr(p, "_post_accumulate_grad_hooks", None) or ())
 
 
 def _values(module: Any) -> dict[str, Tensor]:

@@ -36,7 +36,8 @@ class Finding:
 
     ``where`` names a parameter, module, sample or source line; ``evidence`` holds the numbers; ``fix`` says in a line
     what to change; ``check`` is plain torch that shows the evidence without this package, given the names of
-    ``diagnose``'s arguments; ``lesson`` is where it is explained.
+    ``diagnose``'s arguments, a ``batch`` (with its ``x`` and ``y``) and ``train_step``, the reader's own or the usual
+    one; ``lesson`` is where it is explained.
     """
 
     stage: Stage

@@ -1,4 +1,4 @@
-"""Would the run come out the same again: from its checkpoint, from its seed, in its evaluation?"""
+"""Whether the run would come out the same again: from its checkpoint, from its seed, in its evaluation."""
 
 import copy
 import math
@@ -40,6 +40,7 @@ def evaluation_changes_buffers(experiment: Experiment) -> Iterator[Finding]:
             "eval-updates-bn",
             _names(changed) if changed else "on_epoch_end",
             "buffers changed during validation: the statistics that the model will use come from validation data",
+            call="validate" if changed else "on_epoch_end",
         )
 
 
@@ -101,7 +102,7 @@ def _compared(state: Any, moments: Any, lrs: Any, position: Any, again: dict[str
     other = [n for n, t in state.items() if n not in new or not torch.equal(t.to(new[n].dtype), new[n])]
     if other:
         yield found(
-            "checkpoint-omits-frozen",
+            "strict-false-loads-nothing" if len(other) == len(state) else "checkpoint-omits-frozen",
             _names(other),
             f"{len(other)} of {len(state)} tensors of the model differ after save and resume",
         )
@@ -179,6 +180,22 @@ def _lrs(optimizer: Any) -> list[float]:
     return [] if optimizer is None else [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
 
 
+def same_order(experiment: Experiment) -> Iterator[Finding]:
+    """A loader that shuffles gives every epoch in the same order: a seed is set again and again."""
+    if not isinstance(getattr(experiment.subject.loader, "sampler", None), torch.utils.data.RandomSampler):
+        return
+    epochs: dict[int, list[int]] = {}
+    for step in experiment.seen.steps:
+        epochs.setdefault(step.epoch, []).append(step.key)
+    orders = [keys for keys in epochs.values() if len(keys) == len(epochs[0])]
+    if len(orders) > 2 and len(set(orders[1])) >= 4 and orders[1] == orders[2]:
+        yield found(
+            "seed-set-every-epoch",
+            "loader",
+            f"the loader shuffles, and epochs 1 and 2 have the same {len(orders[1])} batches in the same order",
+        )
+
+
 def unseeded(experiment: Experiment) -> Iterator[Finding]:
     """The global seed was never set, as far as can be told: torch's own is drawn from the system, and is huge."""
     if torch.initial_seed() >= 2**32 and _shuffles(experiment.subject.loader):
@@ -195,4 +212,4 @@ def _shuffles(loader: Any) -> bool:
     return isinstance(sampler, torch.utils.data.RandomSampler) and sampler.generator is None
 
 
-RULES = (modes, evaluation_changes_buffers, best_state_is_live, resumed, unseeded)
+RULES = (modes, evaluation_changes_buffers, best_state_is_live, resumed, same_order, unseeded)

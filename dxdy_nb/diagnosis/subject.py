@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from dxdy_nb.errors import DxdyError
 
+SMALL = 16 * 2**20  # bytes: of a data set only tensors up to this size are put back
 TrainStep = Callable[[Any, Any, Any, Any, int], Any]
 
 
@@ -195,7 +196,7 @@ class _Kept:
         self.seen.add(id(value))
         self.alive.append(value)
         if isinstance(value, Tensor):
-            return _nothing if light else self._tensor(value)
+            return _nothing if light and value.numel() * value.element_size() > SMALL else self._tensor(value)
         if isinstance(value, nn.Module):
             return _nothing if light else self.keep(vars(value))
         if isinstance(value, dict):

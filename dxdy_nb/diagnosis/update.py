@@ -1,4 +1,4 @@
-"""Does the optimizer change the right weights, by the right amount, in the right direction?"""
+"""Whether the optimizer changes the right weights, by the right amount, in the right direction."""
 
 import itertools
 import math
@@ -15,7 +15,8 @@ from dxdy_nb.diagnosis.observation import Update
 from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
 from dxdy_nb.diagnosis.report import Finding, Trial, found
 
-SHORT = 8  # steps of a counterfactual
+SHORT, LONG = 8, 40  # steps of a counterfactual
+CRUSHING = 0.01  # of every weight, at each step: half of it is gone after 70
 HALVES = (torch.float16, torch.bfloat16)
 STEPWISE = (lr_scheduler.StepLR, lr_scheduler.MultiStepLR)  # made for epochs
 RUNAWAY = 1000.0  # times the loss in SHORT steps: more than double at each of them
@@ -169,8 +170,7 @@ def lr_is_no_number(experiment: Experiment) -> Iterator[Finding]:
 def scheduler_first(experiment: Experiment) -> Iterator[Finding]:
     """The schedule moved on before the first update, so the first learning rate was never used."""
     events = [e for e in experiment.seen.events if e in ("scheduler", "step", "skip")]
-    said = any("lr_scheduler.step()` before" in w for step in experiment.seen.steps for w in step.warned)
-    if said and events[:1] == ["scheduler"]:
+    if "step" in events and events[:1] == ["scheduler"]:
         yield found(
             "scheduler-before-optimizer",
             "the training step",
@@ -231,6 +231,96 @@ def scaled_gradients(experiment: Experiment) -> Iterator[Finding]:
             "the training step",
             f"optimizer.step() used gradients of scaler.scale(loss) in {len(bypassed)} updates, not unscaled",
         )
+
+
+def clip_out_of_order(experiment: Experiment) -> Iterator[Finding]:
+    """Clipping came when there was nothing to clip: after the step, or before the backward."""
+    events = [e for e in experiment.seen.events if e in ("backward", "clip", "step", "zero_grad")]
+    before = [events[place - 1] if place else "" for place, event in enumerate(events) if event == "clip"]
+    useless = sum(event in ("step", "zero_grad", "") for event in before)
+    if useless >= FEW and useless == len(before):
+        yield found(
+            "clip-out-of-order",
+            "the training step",
+            f"all {useless} clippings follow {before[-1] or 'nothing'}, none a backward: no gradient was clipped "
+            "before "
+            "it was used",
+        )
+
+
+def settings(experiment: Experiment) -> Iterator[Finding]:
+    """A setting of optimizer or schedule cannot be meant as it stands."""
+    subject, scheduler = experiment.subject, experiment.subject.scheduler
+    own = getattr(scheduler, "optimizer", None)
+    # By the groups: what wraps an optimizer has the groups of the one inside.
+    groups = {id(group) for o in subject.all_optimizers for group in o.param_groups}
+    if own is not None and groups and not any(id(group) in groups for group in own.param_groups):
+        yield found(
+            "scheduler-of-another-optimizer",
+            type(scheduler).__name__,
+            f"it changes the rates of another {type(own).__name__} object than the one that trains",
+        )
+    for optimizer in subject.all_optimizers:
+        for place, group in enumerate(optimizer.param_groups):
+            lr, first = _number(group.get("lr")), _number(group.get("initial_lr"))
+            if lr < 0 or any(value < 0 for update in experiment.seen.updates for value in update.lrs):
+                yield found("negative-lr", f"param_groups[{place}]", "a learning rate below zero climbs the loss")
+                break
+            if isinstance(scheduler, lr_scheduler.LambdaLR) and 0 < first < 1 and math.isclose(lr, first**2):
+                yield found(
+                    "lambda-returns-lr",
+                    f"param_groups[{place}]",
+                    f"lr is {lr:.3g}, the square of the initial {first:.3g}: the lambda returned a rate, not a factor",
+                )
+    yield from _better_with(experiment, "betas-swapped", _swapped, "first beta {0[0]} above the second {0[1]}", "betas")
+    yield from _better_with(
+        experiment, "weight-decay-crushing", _undecayed, "weight decay {0} takes much of every weight at each step",
+        "weight_decay",
+    )  # fmt: skip
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) or torch.is_tensor(value) else math.nan
+
+
+def _swapped(group: dict[str, Any]) -> bool:
+    betas = group.get("betas")
+    if betas is None or not betas[0] > betas[1]:
+        return False
+    group["betas"] = (betas[1], betas[0])
+    return True
+
+
+def _undecayed(group: dict[str, Any]) -> bool:
+    decay = group.get("weight_decay", 0)
+    if not _number(decay) * _number(group.get("lr")) > CRUSHING:
+        return False
+    group["weight_decay"] = 0.0
+    return True
+
+
+def _better_with(
+    experiment: Experiment, cause: str, change: Callable[[dict[str, Any]], bool], words: str, name: str
+) -> Iterator[Finding]:
+    """Yield the cause where a change of the groups applies; it is an error where training goes much better with it."""
+    groups = [g for o in experiment.subject.all_optimizers for g in o.param_groups]
+    asked = next((g for g in groups if change(dict(g))), None)
+    if asked is None or not experiment.batches:
+        return
+
+    def prepare(subject: Any) -> None:
+        for optimizer in subject.all_optimizers:
+            for group in optimizer.param_groups:
+                change(group)
+
+    usual, other = (finite(experiment.again(LONG, prepare=p))[-4:] for p in (None, prepare))
+    ends = [sum(values) / 4 if len(values) == 4 else math.inf for values in (usual, other)]
+    yield found(
+        cause,
+        type(experiment.subject.all_optimizers[0]).__name__,
+        f"{words.format(asked[name])}; loss after {LONG} steps {ends[0]:.4g}, without that {ends[1]:.4g}",
+        severity="error" if ends[1] < 0.8 * ends[0] else "hint",
+    )
 
 
 def halves(experiment: Experiment) -> Iterator[Finding]:
@@ -314,8 +404,9 @@ def step_size(experiment: Experiment) -> Iterator[Finding]:
     updates = experiment.seen.updates
     if len(updates) < FEW or not experiment.batches or "skip" in experiment.seen.events:
         return
-    rows = [s for u in updates[:SHORT] for s in u.parameters.values() if s.weight > 0]
-    moves = [s.update / s.weight for s in rows if math.isfinite(s.update)]
+    rows = [[s for s in u.parameters.values() if math.isfinite(s.update)] for u in updates[:SHORT]]
+    sizes = [(math.hypot(*(s.update for s in row)), math.hypot(*(s.weight for s in row))) for row in rows]
+    moves = [update / weight for update, weight in sizes if weight > 0]
     lrs = [lr for u in updates for lr in finite(u.lrs)]
     if not lrs or max(lrs) == 0:
         return
@@ -350,17 +441,18 @@ def step_size(experiment: Experiment) -> Iterator[Finding]:
 
 
 def _too_small(experiment: Experiment, lr: float, move: float) -> Iterator[Finding]:
+    factor = 1e-4 / max(move, 1e-12)  # updates of 1e-4 of the weights, which is still careful
     usual = experiment.again(SHORT, fixed=True)
-    larger = experiment.again(SHORT, fixed=True, prepare=set_lr(1000.0))
+    larger = experiment.again(SHORT, fixed=True, prepare=set_lr(factor))
     if not usual or not larger or not math.isfinite(larger[-1]):
         return
     if larger[0] - larger[-1] > 100 * max(usual[0] - usual[-1], 0.0) and larger[-1] < larger[0]:
         yield found(
             "lr-too-small",
             f"lr={lr:g}",
-            f"the largest update is {move:.1e} of its weights; with 1000 times the rate the loss of a fixed batch "
+            f"an update is at most {move:.1e} of the weights; with lr={lr * factor:.1g} the loss of a fixed batch "
             f"falls {larger[0]:.4g} → {larger[-1]:.4g} instead of to {usual[-1]:.6g}",
-            trial=_lr_trial(experiment, 1000.0, lr),
+            trial=_lr_trial(experiment, factor, lr),
         )
 
 
@@ -407,6 +499,13 @@ def accumulation(experiment: Experiment) -> Iterator[Finding]:
     """Micro-batches add up to something else than the mean over the window."""
     seen, k = experiment.seen, experiment.subject.accumulation_steps
     events = [e for e in seen.events if e in ("backward", "step", "zero_grad", "epoch")]
+    dropped = sum(event == "dropped" for event in seen.events)
+    if k > 1 and dropped >= FEW:
+        yield found(
+            "accumulation-cleared",
+            "the training step",
+            f"{dropped} times gradients were cleared before a step had used them, with accumulation_steps={k}",
+        )
     pending, used, leaks = 0, [], 0
     for place, event in enumerate(events):
         if event == "backward":
@@ -419,10 +518,12 @@ def accumulation(experiment: Experiment) -> Iterator[Finding]:
             leaks += bool(following) and following[0] == "backward"
     window = max(used, default=0)
     if leaks and window > 1:
+        usual = k if k > 1 else min(used)  # the longest holds what an epoch has left over
         yield found(
             "accum-tail-dropped",
             "the end of an epoch",
-            f"{leaks} epochs end with gradients of an unfinished window of {window}; they add to the next epoch's",
+            f"{leaks} epochs end with gradients of an unfinished window of {usual}; they add to the next epoch's",
+            window=usual,
         )
     shares = [b.share for step in seen.steps for b in step.backwards if math.isfinite(b.share)]
     if window > 1 and window == (k if k > 1 else window) and shares and all(abs(s - 1) < 1e-3 for s in shares):
@@ -531,6 +632,8 @@ RULES = (
     stale_optimizer,
     lr_is_no_number,
     scaled_gradients,
+    clip_out_of_order,
+    settings,
     halves,
     weights_stay,
     optimizer_made_anew,

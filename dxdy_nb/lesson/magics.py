@@ -10,6 +10,7 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
 from IPython.core.magic_arguments import MagicArgumentParser
+from IPython.display import display
 
 from dxdy_nb.lesson import plots
 from dxdy_nb.observe.observer import Watch
@@ -56,7 +57,7 @@ def watching(line: str) -> Iterator[None]:
     """
     options = _options(line)
     out = None if options.out is None else Path(options.out)
-    with ExitStack() as afterwards, Watch(out=out, budget=options.budget, stop_after=options.steps) as w:
+    with ExitStack() as afterwards, Watch(out=out, budget=options.budget, stop_after=options.steps, witness=True) as w:
         afterwards.callback(_tell, w)
         get_ipython().user_ns[options.name] = w
         with suppress(Enough):
@@ -67,6 +68,7 @@ def _tell(w: Watch) -> None:
     print(summary(w))
     if len(w.steps):
         plots.show(plots.training(w))
+        display(w.diagnose())
 
 
 def _options(line: str) -> Any:

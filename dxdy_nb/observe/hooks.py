@@ -38,6 +38,9 @@ class Receiver(Protocol):
     def forward(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Around:
         """Tell of the forward of an outermost module."""
 
+    def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Tell what came of the forward of an outermost module."""
+
     def backward(self, tensors: Any) -> Around:
         """Tell of a backward pass from these tensors."""
 
@@ -62,8 +65,8 @@ class Receiver(Protocol):
     def reading_gradients(self) -> Around:
         """Tell that the gradients are about to be clipped."""
 
-    def clip(self, norm: Tensor) -> Around:
-        """Tell of clipping by a norm."""
+    def clip(self, norm: Tensor, bound: float) -> Around:
+        """Tell of clipping to a bound, and the norm before."""
 
     def zero_grad(self, owner: nn.Module | Optimizer) -> Around:
         """Tell that a model or an optimizer drops its gradients."""
@@ -109,6 +112,11 @@ class _Depth(threading.local):
 
 
 _depth = _Depth()
+
+
+def inside_forward() -> bool:
+    """Return whether the forward of a module is under way."""
+    return _depth.forward > 0
 
 
 @contextmanager
@@ -251,7 +259,12 @@ def _observed_forward(original: Callable[..., Any], here: _Set) -> Callable[...,
             return original(module, *inputs, **named)
         _depth.forward += 1
         try:
-            return _around(here.receivers, tell, original, module, *inputs, **named)
+            output = _around(here.receivers, tell, original, module, *inputs, **named)
+            if _depth.forward == 1:
+                with _without_dynamo():
+                    for receiver in tuple(here.receivers):
+                        receiver.forwarded(module, inputs, named, output)
+            return output
         finally:
             _depth.forward -= 1
 
@@ -323,7 +336,7 @@ def _observed_copy(original: Callable[..., Any], here: _Set) -> Callable[..., An
 
 
 def _clip(receiver: Receiver, parameters: Any, max_norm: float, total_norm: Tensor, *_: Any, **__: Any) -> Around:
-    return receiver.clip(total_norm)
+    return receiver.clip(total_norm, max_norm)
 
 
 def _tell_dynamo(before: Callable[..., Any], after: Callable[..., Any]) -> None:

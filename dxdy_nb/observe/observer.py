@@ -22,6 +22,9 @@ from dxdy_nb.observe.trace import Trace, TraceWriter
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dxdy_nb.diagnosis.observation import Witness
+    from dxdy_nb.diagnosis.report import Report
+
 
 def watch(
     model: nn.Module | None = None,
@@ -66,7 +69,7 @@ def watch(
     3 steps of Linear (3 parameters in 2 tensors) with SGD
     """
     out = None if out is None else Path(out)
-    return Watch(model, optimizer, out, budget, blackbox=BlackBox(out))
+    return Watch(model, optimizer, out, budget, blackbox=BlackBox(out), witness=budget is not None)
 
 
 class Watch:
@@ -86,6 +89,7 @@ class Watch:
     Parameters are those of ``watch``, and
 
     blackbox, replay : what keeps the last steps, and what puts recorded ones in the loop's place
+    witness : whether the first steps are heard in such detail that ``diagnose`` can judge them
     stop_after : the number of steps after which ``Enough`` (a ``SystemExit`` with code 0) ends the loop
     """
 
@@ -99,6 +103,7 @@ class Watch:
         blackbox: BlackBox | None = None,
         replay: Replay | None = None,
         stop_after: int | None = None,
+        witness: bool = False,
     ) -> None:
         _check(model, optimizer)
         self.model, self.optimizer, self.out, self.budget = model, optimizer, out, budget
@@ -106,6 +111,8 @@ class Watch:
         self.blackbox: BlackBox | None = blackbox
         self._more: dict[str, Any] = {"blackbox": blackbox, "replay": replay, "stop_after": stop_after}
         self._recorder: Recorder | None = None
+        self._wants_witness = witness
+        self._witness: Witness | None = None
         self._cleanup = ExitStack()
 
     def __enter__(self) -> Self:
@@ -113,14 +120,40 @@ class Watch:
             raise DxdyError("watch: this one was used already. Call dx.watch(...) again for another loop.")
         writer = TraceWriter(self._found.layout, self.out)
         self._recorder = Recorder(self._found, writer, self.budget, **self._more)
+        if self._wants_witness:
+            from dxdy_nb.diagnosis.observation import Witness, witnessing
+
+            self._witness = self._cleanup.enter_context(witnessing(Witness()))
         self._cleanup.enter_context(listening(self._recorder))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._cleanup.close()
+        self._cleanup.__exit__(kind, error, where)
         self._known.end(error)
+
+    def diagnose(self, time_limit: float = 40.0) -> "Report":
+        """Return what is wrong with the loop: from what was heard of its first steps, and from those steps run again.
+
+        Models, optimizers and random states are left as they are now. ``time_limit`` is in seconds.
+
+        Raises
+        ------
+        DxdyError
+            The loop is still under way; or every step was measured in full (``budget=None``), and nothing kept that
+            a judgement needs.
+        """
+        from dxdy_nb.diagnosis.watched import judge
+
+        if self.active:
+            raise DxdyError("diagnose: the loop is still watched. Call it behind the block: with dx.watch() as w: ...")
+        if self._witness is None:
+            raise DxdyError(
+                "diagnose: this watch kept only numbers (budget=None). Watch with a budget, or call "
+                "dx.diagnose(model=..., loss_fn=..., loader=..., optimizer=...)."
+            )
+        return judge(self._witness, time_limit)
 
     @property
     def _known(self) -> Recorder:

@@ -126,6 +126,9 @@ class Recorder:
         samples = batch_size(inputs) or batch_size(named.values())
         row.samples[id(module)] = row.samples.get(id(module), 0) + samples
 
+    def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Nothing to observe: outputs are no business of a row."""
+
     @contextmanager
     def backward(self, tensors: Any) -> Iterator[None]:
         """Observe a backward pass."""
@@ -281,7 +284,7 @@ class Recorder:
             self._measure_once(self._row)
 
     @contextmanager
-    def clip(self, norm: Tensor) -> Iterator[None]:
+    def clip(self, norm: Tensor, bound: float) -> Iterator[None]:
         """Note a clip, and the norm that it was decided by."""
         yield
         if self._row.touched:

@@ -16,6 +16,7 @@ from dxdy_nb.observe.script import Script, as_main, before_os_exit, exit_code, r
 from dxdy_nb.runs.folder import new_folder
 
 if TYPE_CHECKING:
+    from dxdy_nb.diagnosis.report import Report
     from dxdy_nb.observe.blackbox import BlackBox, Replay
     from dxdy_nb.observe.observer import Watch
     from dxdy_nb.observe.summary import Summary
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def watch(script: Script, *, out: Path | None = None, steps: int | None = None, json_file: Path | None = None) -> int:
-    """Run a script under watch, record it, sum it up on stderr, and return its exit code.
+    """Run a script under watch, record, sum up and judge it on stderr; return its exit code, or 1 for an error found.
 
     Parameters
     ----------
@@ -43,7 +44,7 @@ def watch(script: Script, *, out: Path | None = None, steps: int | None = None, 
         with when_imported("torch", recording.begin), before_os_exit(lambda code: recording.end(SystemExit(code))):
             error = run(program)
             recording.end(error)
-    return exit_code(error)
+    return exit_code(error) or int(recording.report is not None and not recording.report.healthy)
 
 
 class _Recording:
@@ -59,6 +60,7 @@ class _Recording:
         self._watch: Watch | None = None
         self._box: BlackBox | None = None
         self._summary: Summary | None = None
+        self.report: Report | None = None
 
     def begin(self) -> None:
         """Begin to watch; what goes wrong here is ours, and no reason for the script not to run."""
@@ -78,7 +80,7 @@ class _Recording:
         write_environment(self._folder)
         self._stack.callback(self._sum_up)  # after the watch has ended, and before the record has
         self._box = BlackBox(self._folder)
-        watch = Watch(out=self._folder, blackbox=self._box, stop_after=self._steps)
+        watch = Watch(out=self._folder, blackbox=self._box, stop_after=self._steps, witness=True)
         self._watch = self._stack.enter_context(watch)
 
     def end(self, error: BaseException | None) -> None:
@@ -115,6 +117,7 @@ class _Recording:
         try:
             self._summary = summary(self._watch)
             self._recorder.result["metrics"] = self._summary.to_dict()
+            self.report = self._watch.diagnose()
         except Exception as error:
             self._say(f"no summary: {type(error).__name__}: {error}")
 
@@ -126,8 +129,18 @@ class _Recording:
         if kept:
             text += f"\n  kept       {'; '.join(one.sentence for one in kept)}: dxdy replay {self._shown}"
         self._say(text)
+        if self.report is not None:
+            print(f"\n{self.report}", file=self._stderr)
+        judged = json.loads(self.report.to_json()) if self.report is not None else None
         wrong = [{"kind": one.kind, "step": one.step, "sentence": one.sentence} for one in kept]
-        return {"status": status, "seconds": seconds, "record": str(self._folder), **seen.to_dict(), "kept": wrong}
+        return {
+            "status": status,
+            "seconds": seconds,
+            "record": str(self._folder),
+            **seen.to_dict(),
+            "kept": wrong,
+            "report": judged,
+        }
 
     def _say(self, text: str) -> None:
         _say(f"dxdy watch: {text}", self._stderr)

@@ -1,0 +1,171 @@
+"""Anybody's loop, judged at its end: from what was heard of its first steps, and from those steps run again."""
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from dxdy_nb.diagnosis.diagnose import TIME, report_on
+from dxdy_nb.diagnosis.observation import Step, Witness, main_call, mapped, same_tensor, tensors_in, witnessing
+from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable
+from dxdy_nb.diagnosis.report import Report
+from dxdy_nb.diagnosis.subject import Subject, TrainStep, is_one_shot, preserved
+
+
+class Judging:
+    """Hears whatever loop trains inside the ``with`` block; ``report`` is what is to be said of it afterwards.
+
+    Only the first steps are heard in detail, so a long run costs no more than a short one.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with Judging() as judging:
+    ...     for _ in range(4):
+    ...         loss = model(torch.ones(4, 2)).square().mean()
+    ...         loss.backward()
+    ...         optimizer.step()
+    >>> judging.report.stage
+    'backward'
+    """
+
+    def __init__(self, time_limit: float = TIME) -> None:
+        self._witness, self._time_limit = Witness(), time_limit
+        self._stack = ExitStack()
+        self.report = Report(())
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(witnessing(self._witness))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, where)
+        if self._witness.most >= 0:  # else this is a child of the process that was watched
+            self.report = judge(self._witness, self._time_limit)
+
+
+def judge(witness: Witness, time_limit: float = TIME) -> Report:
+    """Return the report on what a witness has heard."""
+    seen = witness.seen
+    if not seen.steps or not witness.initial:
+        return Report((), unchecked=("nothing trained here: no model ran with gradients",))
+    step = next((s for s in seen.steps if s.losses and s.batch is not None), None)
+    again = replayed(step, witness.subject.all_optimizers) if step is not None else None
+    # Who trains on all data at once has one batch, not the same one again and again.
+    batches = list({s.key: s.batch for s in seen.steps if s.batch is not None}.values())
+    loader = next((one for one in witness.loaders if not is_one_shot(one)), batches)
+    direct = step is not None and _is_direct(step)
+    subject = replace(
+        witness.subject,
+        loader=loader,
+        train_step=again or _not_repeatable,
+        loss_fn=step.losses[-1].module if step is not None and direct else None,
+        accumulation_steps=max(1, witness.window),
+        val_loader=next((one for one in witness.held_out if not is_one_shot(one)), None),
+    )
+    experiment = Experiment(subject, time.monotonic() + time_limit, seen=seen, initial=witness.initial)
+    if again is None:
+        seen.notes.append("counterfactuals: the training step could not be run again from what was heard of it")
+    with preserved(subject), torch.enable_grad():
+        _rewind(subject, witness)
+        return report_on(experiment)
+
+
+def _is_direct(step: Step) -> bool:
+    """Return whether the loss is a function of the output and one target, and nothing more."""
+    call, loss = main_call(step), step.losses[-1]
+    outputs = tensors_in(call.output) if call is not None else []
+    return len(loss.args) == 2 and not loss.kwargs and any(same_tensor(loss.args[0], t) for t in outputs)
+
+
+def _rewind(subject: Subject, witness: Witness) -> None:
+    """Set weights and learning rates to what they were when the loop began; optimizers forget what they learnt."""
+    parameters = subject.parameters
+    with torch.no_grad():
+        for name, first in witness.initial.items():
+            if name in parameters and parameters[name].shape == first.shape:
+                parameters[name].copy_(first)
+    for optimizer in subject.all_optimizers:
+        optimizer.state.clear()
+        update = next((u for u in witness.seen.updates if u.optimizer is optimizer), None)
+        for group, lr in zip(optimizer.param_groups, update.lrs if update else (), strict=False):
+            group["lr"] = lr
+    for p in parameters.values():
+        p.grad = None
+
+
+def _not_repeatable(*_: Any) -> Any:
+    raise NotRepeatable("the step cannot be run again")
+
+
+def replayed(step: Step, optimizers: Sequence[Any]) -> TrainStep | None:
+    """Return a training step that does with a batch what a recorded one did; None where that cannot be told.
+
+    Each tensor that model and loss were given must be one of the batch's, or of the model's output, perhaps in another
+    shape or dtype; anything else is taken as it was.
+    """
+    call, loss, batch = main_call(step), step.losses[-1], tensors_in(step.batch)
+    if call is None or not batch:
+        return None
+    given = [_place(t, batch) for t in tensors_in((call.args, call.kwargs))]
+    outputs = tensors_in(call.output)
+    compared = [_place(t, outputs) for t in tensors_in((loss.args, loss.kwargs))]
+    # From the end: where input and target are alike, the target is the later one.
+    targets = [_place(t, batch[::-1]) for t in tensors_in((loss.args, loss.kwargs))]
+    targets = [None if place is None else len(batch) - 1 - place for place in targets]
+    if not any(place is not None for place in given) or not any(place is not None for place in compared):
+        return None
+
+    def train_step(model: Any, new: Any, optimizer: Any, loss_fn: Any, index: int) -> Any:
+        fresh = tensors_in(new)
+        args, kwargs = _filled((call.args, call.kwargs), given, fresh)
+        for one in optimizers:
+            one.zero_grad()
+        with torch.autocast("cpu", call.autocast, enabled=call.autocast is not None):
+            results = tensors_in(call.module(*args, **kwargs))
+        args, kwargs = _filled((loss.args, loss.kwargs), compared, results, targets, fresh)
+        value = loss.module(*args, **kwargs)
+        value.backward()
+        for one in optimizers:
+            one.step()
+        return value
+
+    return train_step
+
+
+def _place(t: Tensor, among: Sequence[Tensor]) -> int | None:
+    """Return which of some tensors this one is, seen perhaps in another shape or dtype."""
+    for place, other in enumerate(among):
+        if t.numel() == other.numel() and t.numel():
+            a, b = t.detach().double().flatten().cpu(), other.detach().double().flatten().cpu()
+            if torch.equal(a, b) or bool((torch.isnan(a) & torch.isnan(b) | (a == b)).all()):
+                return place
+    return None
+
+
+def _filled(structure: Any, places: list[int | None], fresh: list[Tensor], *more: Any) -> Any:
+    """Return a structure whose tensors are replaced, in order, by fresh ones in the shape and dtype of the old."""
+    choices = [(places, fresh), *zip(more[::2], more[1::2], strict=True)]
+    turn = iter(range(len(places)))
+
+    def fill(old: Tensor) -> Tensor:
+        here = next(turn)
+        for wanted, values in choices:
+            if wanted[here] is not None and wanted[here] < len(values):
+                new = values[wanted[here]]
+                new = new if new.dtype == old.dtype else new.to(old.dtype)
+                lead = old.shape[0] if old.dim() else 1
+                whole = old.numel() // max(lead, 1)
+                return new if new.shape == old.shape or not whole else new.reshape(-1, *old.shape[1:])
+        return old
+
+    return mapped(structure, fill)

@@ -1,0 +1,204 @@
+"""Faults of the backward pass: the gradients that reach the weights are not those of the loss."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from cases.builders import classification, clusters, mlp, plain_step, regression
+from cases.registry import case
+
+
+@case(
+    "backward-missing",
+    stages=("backward",),
+    causes=("backward-missing",),
+    source="orobix/Prototypical-Networks-for-Few-shot-Learning-PyTorch#20",
+)
+def backward_missing(bug):
+    def train_step(model, batch, optimizer, loss_fn, step):
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch[1])
+        if not bug:
+            loss.backward()
+        optimizer.step()
+        return loss
+
+    return classification(train_step=train_step)
+
+
+@case(
+    "backward-twice",
+    stages=("backward", "update"),
+    causes=("backward-twice",),
+    source="dropreg/R-Drop#8",
+)
+def backward_twice(bug):
+    def train_step(model, batch, optimizer, loss_fn, step):
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch[1])
+        if bug:
+            loss.backward(retain_graph=True)  # a helper has done it already
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return regression(train_step=train_step)
+
+
+@case(
+    "exploding-gradients",
+    stages=("forward", "backward"),
+    causes=("exploding-init", "exploding-gradients"),
+    source="https://arxiv.org/abs/2103.03376",
+)
+def exploding_gradients(bug):
+    layers = [nn.Linear(12, 12, bias=False) for _ in range(24)]
+    for layer in layers:
+        nn.init.normal_(layer.weight, std=5.0 if bug else 12**-0.5)
+    x = torch.randn(64, 12)
+    return regression(x=x, y=x[:, :1], model=nn.Sequential(*layers, nn.Linear(12, 1)), lr=1e-3)
+
+
+@case(
+    "frozen-all-but-norm",
+    stages=("backward", "update"),
+    causes=("frozen-all-but-norm",),
+    source="https://discuss.pytorch.org/t/84911",
+    hint=True,
+)
+def frozen_all_but_norm(bug):
+    model = nn.Sequential()
+    model.add_module("body", nn.Linear(8, 40))
+    model.add_module("norm", nn.BatchNorm1d(40))
+    model.add_module("act", nn.ReLU())
+    model.add_module("head", nn.Linear(40, 3))
+    for name, p in model.named_parameters():
+        p.requires_grad = not bug or "norm" in name
+    return classification(model=model, optimizer=torch.optim.Adam([p for p in model.parameters() if p.requires_grad]))
+
+
+@case(
+    "graph-kept-by-logging",
+    stages=("loss", "backward", "update"),
+    causes=("graph-kept-by-logging",),
+    source="horovod/horovod#641",
+)
+def graph_kept_by_logging(bug):
+    log = {"total": 0.0}
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        loss = plain_step(model, batch, optimizer, loss_fn, step)
+        log["total"] += loss if bug else loss.item()
+        return loss.detach()
+
+    return regression(train_step=train_step)
+
+
+@case(
+    "reentrant-checkpoint-no-grad",
+    stages=("forward", "backward"),
+    causes=("reentrant-checkpoint-no-grad",),
+    source="mlfoundations/open_clip#573",
+)
+def reentrant_checkpoint_no_grad(bug):
+    class Saves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head = mlp(8, 20, 20), nn.Linear(20, 3)
+
+        def forward(self, x):
+            return self.head(checkpoint(self.block, x, use_reentrant=bug))
+
+    return classification(model=Saves())
+
+
+@case(
+    "vanishing-gradients",
+    stages=("forward", "backward"),
+    causes=("vanishing-gradients",),
+    source="phlippe/uvadlc_notebooks#119",
+)
+def vanishing_gradients(bug):
+    model = mlp(*[14] * 15, 1, between=nn.Sigmoid if bug else nn.ReLU)
+    if not bug:
+        for layer in model[::2]:
+            nn.init.kaiming_normal_(layer.weight)
+            nn.init.zeros_(layer.bias)
+    x = torch.randn(64, 14)
+    return regression(x=x, y=x[:, :1], model=model, lr=0.01)
+
+
+class Square(torch.autograd.Function):
+    """x², with a derivative that forgets the chain rule."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return 2 * x
+
+
+@case(
+    "wrong-custom-backward",
+    stages=("forward", "backward"),
+    causes=("wrong-custom-backward",),
+    source="pytorch/pytorch#4355",
+)
+def wrong_custom_backward(bug):
+    class Squares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 1)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(Square.apply(h) if bug else h * h)
+
+    x = torch.randn(64, 6)
+    return regression(x=x, y=x[:, :1].square(), model=Squares(), lr=0.01)
+
+
+@case(
+    "zero-grad-after-backward",
+    stages=("backward", "update"),
+    causes=("zero-grad-after-backward",),
+    source="cloneofsimo/lora#263",
+)
+def zero_grad_after_backward(bug):
+    def train_step(model, batch, optimizer, loss_fn, step):
+        loss = loss_fn(model(batch[0]), batch[1])
+        if not bug:
+            optimizer.zero_grad()
+        loss.backward()
+        if bug:
+            optimizer.zero_grad()
+        optimizer.step()
+        return loss
+
+    return classification(train_step=train_step)
+
+
+@case(
+    "zero-grad-missing",
+    stages=("backward", "update"),
+    causes=("zero-grad-missing",),
+    source="meta-pytorch/torchforge#71",
+)
+def zero_grad_missing(bug):
+    def train_step(model, batch, optimizer, loss_fn, step):
+        loss = loss_fn(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        if not bug:
+            optimizer.zero_grad()
+        return loss
+
+    x, y = clusters(3, 96, 8, 1.0)
+    model = mlp(8, 16, 3)
+    return classification(
+        x=x, y=y, model=model, train_step=train_step, optimizer=torch.optim.SGD(model.parameters(), 0.05)
+    )
