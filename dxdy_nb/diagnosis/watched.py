@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dxdy_nb.diagnosis.diagnose import TIME, report_on
-from dxdy_nb.diagnosis.observation import Step, Witness, main_call, mapped, same_tensor, tensors_in, witnessing
+from dxdy_nb.diagnosis.observation import Call, Step, Witness, main_call, mapped, same_tensor, tensors_in, witnessing
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable
 from dxdy_nb.diagnosis.report import Report
 from dxdy_nb.diagnosis.subject import Subject, TrainStep, is_one_shot, preserved
@@ -58,12 +58,12 @@ def judge(witness: Witness, time_limit: float = TIME) -> Report:
     seen = witness.seen
     if not seen.steps or not witness.initial:
         return Report((), unchecked=("nothing trained here: no model ran with gradients",))
-    step = next((s for s in seen.steps if s.losses and s.batch is not None), None)
+    step = next((s for s in seen.steps if s.batch is not None and (s.losses or _own_loss(s) is not None)), None)
     again = replayed(step, witness.subject.all_optimizers) if step is not None else None
     # Who trains on all data at once has one batch, not the same one again and again.
     batches = list({s.key: s.batch for s in seen.steps if s.batch is not None}.values())
     loader = next((one for one in witness.loaders if not is_one_shot(one)), batches)
-    direct = step is not None and _is_direct(step)
+    direct = step is not None and step.losses and _is_direct(step)
     subject = replace(
         witness.subject,
         loader=loader,
@@ -78,6 +78,13 @@ def judge(witness: Witness, time_limit: float = TIME) -> Report:
     with preserved(subject), torch.enable_grad():
         _rewind(subject, witness)
         return report_on(experiment)
+
+
+def _own_loss(step: Step) -> int | None:
+    """Return which of the model's outputs is a loss: one number; None where a loss function made it."""
+    call = main_call(step)
+    outputs = tensors_in(call.output) if call is not None and not step.losses else []
+    return next((i for i, t in enumerate(outputs) if t.numel() == 1 and t.is_floating_point()), None)
 
 
 def _is_direct(step: Step) -> bool:
@@ -113,16 +120,21 @@ def replayed(step: Step, optimizers: Sequence[Any]) -> TrainStep | None:
     Each tensor that model and loss were given must be one of the batch's, or of the model's output, perhaps in another
     shape or dtype; anything else is taken as it was.
     """
-    call, loss, batch = main_call(step), step.losses[-1], tensors_in(step.batch)
+    call, batch = main_call(step), tensors_in(step.batch)
     if call is None or not batch:
         return None
+    # Where the model returns its loss itself, that is the loss.
+    own = _own_loss(step)
+    loss = step.losses[-1] if step.losses else Call(None, (), {})
     given = [_place(t, batch) for t in tensors_in((call.args, call.kwargs))]
     outputs = tensors_in(call.output)
     compared = [_place(t, outputs) for t in tensors_in((loss.args, loss.kwargs))]
     # From the end: where input and target are alike, the target is the later one.
     targets = [_place(t, batch[::-1]) for t in tensors_in((loss.args, loss.kwargs))]
     targets = [None if place is None else len(batch) - 1 - place for place in targets]
-    if not any(place is not None for place in given) or not any(place is not None for place in compared):
+    if not any(place is not None for place in given):
+        return None
+    if own is None and not any(place is not None for place in compared):
         return None
 
     def train_step(model: Any, new: Any, optimizer: Any, loss_fn: Any, index: int) -> Any:
@@ -133,7 +145,7 @@ def replayed(step: Step, optimizers: Sequence[Any]) -> TrainStep | None:
         with torch.autocast("cpu", call.autocast, enabled=call.autocast is not None):
             results = tensors_in(call.module(*args, **kwargs))
         args, kwargs = _filled((loss.args, loss.kwargs), compared, results, targets, fresh)
-        value = loss.module(*args, **kwargs)
+        value = loss.module(*args, **kwargs) if loss.module is not None else results[own or 0]
         value.backward()
         for one in optimizers:
             one.step()
