@@ -7,7 +7,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.observation import Step
+from dxdy_nb.diagnosis.observation import Step, leading, main_call
 from dxdy_nb.diagnosis.probes import Experiment, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.subject import preserved
@@ -212,6 +212,10 @@ def exploding(experiment: Experiment) -> Iterator[Finding]:
             if update.scaled or "scale" in step.events:
                 return
             bad = [n for n, s in update.parameters.items() if s.nonfinite]
+            call = main_call(step)
+            out = leading(call.output) if call is not None else None
+            if out is None or not bool(torch.isfinite(out).all()) or bool(torch.isfinite(out.square().sum())):
+                continue  # the output is not finite itself, or far from overflow: then the loss is what is wrong
             if bad and not math.isfinite(step.value) and step.index == 0:
                 yield found(
                     "exploding-gradients",

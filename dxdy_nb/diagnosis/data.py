@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from dxdy_nb.diagnosis.observation import leading, mapped, tensors_in
+from dxdy_nb.diagnosis.observation import equal, leading, mapped, tensors_in
 from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, Trial, found
 from dxdy_nb.diagnosis.subject import preserved, same_randomness
@@ -23,7 +23,7 @@ SIGMAS = 8.0  # what an alignment must stand out by, among five that are tried
 def nonfinite(experiment: Experiment) -> Iterator[Finding]:
     """A batch holds NaN or infinity, and its loss is not finite either."""
     for number, (batch, x, y) in enumerate(experiment.epoch):
-        for part, name, cause in ((x, "input", "nan-in-inputs"), (y, "target", "nan-in-targets")):
+        for part, name, cause in ((x, "an input", "nan-in-inputs"), (y, "a target", "nan-in-targets")):
             if part is None or not part.is_floating_point() or bool(torch.isfinite(part).all()):
                 continue
             step = experiment.trial(batch)
@@ -34,7 +34,7 @@ def nonfinite(experiment: Experiment) -> Iterator[Finding]:
             yield found(
                 cause,
                 f"batch {number}, samples {', '.join(map(str, rows[:5]))}" + (" …" * (len(rows) > 5)),
-                f"{len(rows)} of {len(part)} samples have a {name} that is not finite; the loss of the batch is "
+                f"{len(rows)} of {len(part)} samples have {name} that is not finite; the loss of the batch is "
                 f"{step.value:.4g}",
             )
             return
@@ -197,7 +197,7 @@ def stored_data_changes(experiment: Experiment) -> Iterator[Finding]:
     with preserved(experiment.subject):
         for _ in zip(range(64), loader or (), strict=False):
             pass
-        changed = sum(not torch.equal(a, b) for a, b in zip(held, before, strict=True))
+        changed = sum(not equal(a, b) for a, b in zip(held, before, strict=True))
     if changed:
         yield found(
             "augments-in-place",

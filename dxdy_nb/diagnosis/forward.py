@@ -14,7 +14,7 @@ from dxdy_nb.diagnosis.loss import _last_operation
 from dxdy_nb.diagnosis.observation import graph_nodes, leading, tensors_in
 from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
 from dxdy_nb.diagnosis.report import Finding, found
-from dxdy_nb.diagnosis.subject import preserved, same_randomness
+from dxdy_nb.diagnosis.subject import preserved
 
 NORMS = (nn.modules.batchnorm._BatchNorm,)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -152,7 +152,7 @@ def sizes(experiment: Experiment) -> Iterator[Finding]:
         for handle in handles:
             handle.remove()
     largest = float(x.abs().max()) if x.is_floating_point() and x.numel() else 1.0
-    over = [(name, size) for name, size in sizes if size > 1e4 * (1 + largest)]
+    over = [(name, size) for name, size in sizes if 1e4 * (1 + largest) < size < math.inf]
     if over and math.isfinite(largest):
         yield found(
             "exploding-init",
@@ -294,22 +294,20 @@ def samples_mix(experiment: Experiment) -> Iterator[Finding]:
     if n < 4 or len(out) != n or len(experiment.epoch) < 2:
         return  # one batch that is all there is may be a graph, whose nodes belong together
     with torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        other = torch.cat([x[:1], x[1:][torch.randperm(n - 1, generator=generator)].roll(1, -1)])
-        strangers = [b for _, b, _ in experiment.epoch[1:] if b is not None and b.shape == x.shape]
-        if strangers:
-            other = torch.cat([x[:1], strangers[0][1:]])
-        with same_randomness():
-            base, base_again = leading(experiment.forward()), leading(experiment.forward())
-        mixed = leading(experiment.forward(other))
-        if base is None or mixed is None or base_again is None or not torch.equal(base, base_again):
+        base, again = leading(experiment.forward()), leading(experiment.forward())
+        if base is None or again is None or not torch.equal(base, again):
             return
-        other = torch.cat([strangers[0][:-1] if strangers else x[:-1].roll(1, 0), x[-1:]])
-        last = leading(experiment.forward(other))
+        others = [b for _, b, _ in experiment.epoch[1:] if b is not None and b.shape == x.shape]
+        stranger, half, change = others[0] if others else x.roll(n // 2, 0), n // 2, 0.0
         scale = float(base.abs().max()) + 1e-12
-        change = float((base[0] - mixed[0]).abs().max())
-        if last is not None:  # a recurrent net that runs over samples leaves the first one alone
-            change = max(change, float((base[-1] - last[-1]).abs().max()))
+        # Either half in turn: a recurrent net that runs over samples leaves the first ones alone.
+        for kept in (torch.arange(n) < half, torch.arange(n) >= half):
+            mixed = leading(
+                experiment.forward(torch.where(kept.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, stranger))
+            )
+            if mixed is None or mixed.shape != base.shape:
+                return
+            change = max(change, float((base[kept] - mixed[kept]).abs().max()))
         if not change > 1e-4 * scale:
             return
         order = torch.arange(n).roll(1)
@@ -318,7 +316,7 @@ def samples_mix(experiment: Experiment) -> Iterator[Finding]:
     yield found(
         "view-not-permute",
         "model",
-        f"in eval mode the output of sample 0 moves by {change:.3g} (of {scale:.3g}) when only the other samples change"
+        f"in eval mode outputs move by {change:.3g} (of {scale:.3g}) when only other samples of the batch change"
         + ("; the model treats all samples alike, so this may be meant" if by_design else ""),
         severity="hint" if by_design else "error",
     )
@@ -371,8 +369,8 @@ def affine(experiment: Experiment) -> Iterator[Finding]:
             return
     if f is None or g is None or h is None or float((f - g).abs().max()) < 1e-9:
         return
-    bend = float((f + g - 2 * h).abs().max()) / float(f.abs().max() + g.abs().max())
-    if bend > 1e-5:
+    bend = float((f + g - 2 * h).abs().max()) / float((f - g).abs().max())
+    if not bend < 1e-5:
         return
     # A rate that is too large for the one may suit the other, so the plain network may also go slower.
     runs = (
@@ -386,7 +384,8 @@ def affine(experiment: Experiment) -> Iterator[Finding]:
     yield found(
         "missing-activation",
         "model",
-        f"{len(layers)} linear layers, and f(a) + f(b) - 2 f((a+b)/2) is {bend:.1e} of f: the network is affine; after "
+        f"{len(layers)} linear layers, and f(a) + f(b) - 2 f((a+b)/2) is {bend:.1e} of f(a) - f(b): the network is "
+        "affine; after "
         f"{LONG} steps the loss is {ends[0]:.4g}, with ReLUs between the layers {ends[1]:.4g}",
         severity="error" if helps else "hint",
     )

@@ -397,13 +397,13 @@ class Witness:
         outside = {}
         for name, left in self._left.items():
             p = parameters.get(name)
-            if p is not None and p.shape == left.shape and not torch.equal(p.detach(), left):
+            if p is not None and p.shape == left.shape and not equal(p.detach(), left):
                 outside[name] = float((p.detach().double() - left.double()).abs().max())
         lrs = tuple(_number(group.get("lr", math.nan)) for group in optimizer.param_groups)
         seen = {n: _gradient(p) for n, p in mine.items()}
         gone = self._reached | self._dropped
         cleared = tuple(n for n, s in seen.items() if n in gone and not s.norm > 0 and not s.nonfinite)
-        dirty = tuple(n for n in self._dirty if n in mine and _any(mine[n].grad))
+        dirty = tuple(n for n in mine if n in self._dirty and _any(mine[n].grad))
         update = Update(optimizer, lrs, seen, outside, dirty, cleared, self.subject.model.training)
         update.scaled = self._scaling and not self._unscaled and not self._in_scaler
         self._before = {n: p.detach().clone() for n, p in mine.items()}
@@ -544,6 +544,11 @@ def _heard(witness: Witness, original: Callable[..., Any]) -> Callable[..., Any]
         return original(*args, **kwargs) if inside else recorded(*args, **kwargs)
 
     return stand_in
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors hold the same, NaN being equal to NaN."""
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def batch_key(batch: Any) -> int:

@@ -17,6 +17,7 @@ from dxdy_nb.diagnosis.observation import (
     Observation,
     Step,
     Witness,
+    equal,
     graph_nodes,
     kind_of,
     leading,
@@ -69,7 +70,7 @@ class Experiment:
             hooks = {name: _hooks(p) for name, p in self.subject.parameters.items()}
             self._epochs(witness)
             now = self.subject.parameters
-            self.seen.moved = {n for n, p in before.items() if n not in now or not _equal(p, now[n].detach())}
+            self.seen.moved = {n for n, p in before.items() if n not in now or not equal(p, now[n].detach())}
             self.seen.final = self._facts(buffers, ema)
             self.initial = before
             self.seen.final["hooks"] = {n: _hooks(p) - hooks.get(n, 0) for n, p in now.items()}
@@ -78,16 +79,16 @@ class Experiment:
     def _facts(self, buffers: dict[str, Tensor], ema: dict[str, Tensor]) -> dict[str, Any]:
         """Return what can only be seen at the end of the steps, while it is the end."""
         now = dict(self.subject.model.named_buffers())
-        moved = [n for n, b in buffers.items() if n in now and not _equal(b, now[n])]
+        moved = [n for n, b in buffers.items() if n in now and not equal(b, now[n])]
         after = _values(self.subject.ema_model)
         facts: dict[str, Any] = {"buffers": moved, "modes": _modes(self.subject.model)}
-        facts["ema_still"] = [n for n, v in ema.items() if _equal(v, after[n])]
+        facts["ema_still"] = [n for n, v in ema.items() if equal(v, after[n])]
         if self.subject.validate is not None:
             with suppress(Exception), same_randomness():
                 marks = {n: b.detach().clone() for n, b in self.subject.model.named_buffers()}
                 self.subject.validate()
                 now = dict(self.subject.model.named_buffers())
-                facts["validated"] = [n for n, b in marks.items() if not _equal(b, now[n])]
+                facts["validated"] = [n for n, b in marks.items() if not equal(b, now[n])]
         return facts
 
     def _epochs(self, witness: Witness) -> None:
@@ -118,7 +119,7 @@ class Experiment:
             self.seen.error, self.seen.error_place = error, "on_epoch_end"
             return False
         now = dict(self.subject.model.named_buffers())
-        if any(n not in now or not _equal(b, now[n]) for n, b in buffers.items()):
+        if any(n not in now or not equal(b, now[n]) for n, b in buffers.items()):
             witness.step.events.append("buffers")
         return True
 
@@ -433,11 +434,6 @@ def _values(module: Any) -> dict[str, Tensor]:
         return {}
     values = module if isinstance(module, dict) else module.state_dict()
     return {n: v.detach().clone() for n, v in values.items() if torch.is_tensor(v)}
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors hold the same, NaN being equal to NaN."""
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _modes(model: nn.Module) -> dict[str, bool]:

@@ -196,15 +196,24 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
     return f"<table>{body}</table>"
 
 
-def ordered(findings: Sequence[Finding]) -> list[Finding]:
-    """Return findings as they count: behind an error, a later stage's doubts may be its consequences.
+# What is heard again later, and what it is then the echo of.
+ECHOES = {
+    "zero-gradient": {"dead-relu"},
+    "vanishing-gradients": {"dead-relu"},
+    "exploding-gradients": {"nan-in-inputs", "nan-in-targets", "nonfinite-activation", "log-of-zero", "all-ignored"},
+    "exploding-init": {"nonfinite-activation"},
+    "missing-activation": {"nan-in-inputs", "nan-in-targets"},
+}
 
-    Only rules that are exact on their own speak after an error of an earlier stage; this is decided where they are
-    made. What is left to do here is to name each cause once.
-    """
+
+def ordered(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings without echoes of others among them, and each cause once."""
     seen: set[tuple[Any, ...]] = set()
     kept = []
+    errors = {finding.cause for finding in findings if finding.severity == "error"}
     for finding in findings:
+        if ECHOES.get(finding.cause, set()) & errors:
+            continue
         key = finding.stage, finding.cause, finding.where
         if key not in seen:
             seen.add(key)

@@ -418,21 +418,23 @@ def step_size(experiment: Experiment) -> Iterator[Finding]:
         return
     losses = experiment.again(SHORT, fixed=True)
     rises = sum(b > a or not math.isfinite(b) for a, b in itertools.pairwise(losses))
-    start = losses[0] if losses else math.nan
-    if not math.isfinite(start) or rises < SHORT - 3:
-        return
-    end = losses[-1]
-    diverges = not math.isfinite(end) or abs(end) > RUNAWAY * abs(start)
-    if not diverges and abs(end) < 10 * abs(start):
+    start, end = (losses[0], losses[-1]) if losses else (math.nan, math.nan)
+    peak = max(map(abs, finite(losses)), default=math.inf)  # a net that has died of a step is quiet again
+    diverges = len(finite(losses)) < SHORT or peak > RUNAWAY * abs(start)
+    if not math.isfinite(start) or not (diverges or (rises >= SHORT - 3 and peak >= 10 * abs(start))):
         return
     for factor in (0.1, 0.01, 0.001):
         smaller = experiment.again(SHORT, fixed=True, prepare=set_lr(factor))
-        if len(smaller) == SHORT and math.isfinite(smaller[-1]) and smaller[-1] < start:
+        if (
+            len(smaller) == SHORT
+            and math.isfinite(smaller[-1])
+            and smaller[-1] < min(start, end if end == end else start)
+        ):
             yield found(
                 "lr-too-large",
                 f"lr={lr:g}",
-                f"the loss of a fixed batch rose in {rises} of {SHORT - 1} steps ({start:.4g} → {end:.4g}); with "
-                f"lr={lr * factor:g} it fell to {smaller[-1]:.4g}",
+                f"the loss of a fixed batch rose in {rises} of {SHORT - 1} steps, {start:.4g} → {end:.4g} by way of "
+                f"{peak:.4g}; with lr={lr * factor:g} it fell to {smaller[-1]:.4g}",
                 severity="error" if diverges else "hint",
                 trial=_lr_trial(experiment, factor, lr),
                 lr=f"{lr * factor:g}",
@@ -446,7 +448,9 @@ def _too_small(experiment: Experiment, lr: float, move: float) -> Iterator[Findi
     larger = experiment.again(SHORT, fixed=True, prepare=set_lr(factor))
     if not usual or not larger or not math.isfinite(larger[-1]):
         return
-    if larger[0] - larger[-1] > 100 * max(usual[0] - usual[-1], 0.0) and larger[-1] < larger[0]:
+    # Step by step on the same random numbers, so that dropout's noise is the same in both.
+    gain, noise = usual[-1] - larger[-1], abs(usual[-1] - usual[0])
+    if gain > 100 * max(usual[0] - usual[-1], 0.0) or (gain > 0.02 * abs(usual[-1]) and gain > 0.1 * noise):
         yield found(
             "lr-too-small",
             f"lr={lr:g}",

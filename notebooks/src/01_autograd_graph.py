@@ -687,6 +687,9 @@ lesson.check("walk", walk)
 #
 # May be skipped.
 #
+# <a id="causes"></a>Causes explained here: `graph-used-twice` and `inplace-residual` (section 8), `detach-cut`
+# (section 9), `not-scalar` (below).
+#
 # ### Vector outputs
 #
 # A gradient needs one number to descend from.

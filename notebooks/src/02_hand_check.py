@@ -600,6 +600,9 @@ print("same seed: the same gradient; another seed: another one")
 #
 # May be skipped.
 #
+# <a id="causes"></a>Causes explained here: `zero-grad-missing` and `backward-twice` (*the check that accuses an
+# innocent*), `wrong-custom-backward` (*three breaks*, and below).
+#
 # ### Your own backward
 #
 # Built-in operations are seldom wrong. A backward that you write yourself is wrong until it is checked. Here the
