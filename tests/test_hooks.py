@@ -23,7 +23,7 @@ class Ear:
 
     def __init__(self, *given):
         self.given = frozenset(map(id, given))
-        self.heard = []
+        self.heard, self.outputs = [], []
 
     def __getattr__(self, name):
         return lambda *args: self.heard.append(name)
@@ -31,6 +31,9 @@ class Ear:
     def iterate(self, loader, begin):
         self.heard.append("iterate")
         return begin()
+
+    def forwarded(self, module, inputs, named, output):
+        self.outputs.append(output)
 
     @contextmanager
     def forward(self, module, inputs, named):
@@ -66,6 +69,13 @@ def test_only_the_outermost_module_is_told_and_those_that_were_given(model):
         model(X)
     assert everything.heard == [model, "done"]
     assert inside.heard == [model, model[1], "done", "done"]
+
+
+def test_what_comes_out_of_an_outermost_module_is_told_once(model):
+    with listening(ear := Ear()):
+        output = model(X)
+    assert len(ear.outputs) == 1
+    assert ear.outputs[0] is output
 
 
 def test_everything_that_is_called_is_told(model):
