@@ -526,7 +526,7 @@ except RuntimeError as error:
 # <td>How do I choose initialisation, optimizer, learning rate and schedule by experiment?</td><td>core</td></tr>
 # <tr><td>06</td><td>06_precision_and_accumulation · <i>planned</i></td>
 # <td>What do AMP and gradient accumulation change, and when are they <i>not</i> equivalent?</td><td>core</td></tr>
-# <tr><td>07</td><td>07_debugging_clinic · <i>planned</i></td>
+# <tr><td>07</td><td><a href="07_debugging_clinic.ipynb">07_debugging_clinic</a></td>
 # <td>Which stage is at fault: data, forward, loss, backward, update?</td><td>core</td></tr>
 # <tr><td>08</td><td>08_data_parallel · <i>planned</i></td>
 # <td>How do I go to several processes without changing the result, and what is at fault in <i>comm</i>?</td>
@@ -540,10 +540,10 @@ except RuntimeError as error:
 # </table>
 #
 # **You are learning.** In order: 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08 → 10 → 11; 04 and 09 when you need them. Today
-# that is 00 → 01 → 02 → 03, and 04.
+# that is 00 → 01 → 02 → 03 → 07, and 04.
 #
 # **You are an engineer with a run in trouble.** The table below, its probe, then the lesson that it names. If the
-# gradient itself is under suspicion, 02; if you have no run to compare with, 03. Later 07.
+# gradient itself is under suspicion, 02; if you have no run to compare with, 03. Then 07.
 #
 # **You are a team.** 00 for everybody, so that all environments are the same; 03 as the run that every change is
 # compared with. Later 10, and 11 before anything expensive.
@@ -562,13 +562,14 @@ except RuntimeError as error:
 # torch.isfinite(loss_fn(model(x), y))
 # </pre>The first <code>False</code>, in this order, names the stage. If the weights themselves are not finite any
 # more, look at the step before.</td>
-# <td><a href="03_baseline_run.ipynb">03</a>, 07 <i>planned</i></td></tr>
+# <td><a href="03_baseline_run.ipynb">03</a>,
+# <a href="07_debugging_clinic.ipynb">07</a></td></tr>
 # <tr><td>It does not move</td><td>update</td><td><pre>
 # held = {id(p) for g in optimizer.param_groups for p in g["params"]}
 # [n for n, p in model.named_parameters() if id(p) not in held]
 # </pre>A name here is a weight that the optimizer does not hold. No name? Then the learning rate, then the next
 # two rows.</td>
-# <td>05, 07 <i>planned</i></td></tr>
+# <td>05 <i>planned</i>, <a href="07_debugging_clinic.ipynb">07</a></td></tr>
 # <tr><td>Gradients are None</td><td>forward, backward</td><td><pre>
 # loss.requires_grad
 # [n for n, p in model.named_parameters() if p.grad is None]
@@ -580,7 +581,8 @@ except RuntimeError as error:
 # {n: (g != 0).float().mean().item() for n, g in grads.items()}
 # </pre>The share that is not zero. 0 in a layer and all before it: that layer lets nothing through, a dead ReLU for
 # example.</td>
-# <td><a href="01_autograd_graph.ipynb">01</a>, 07 <i>planned</i></td></tr>
+# <td><a href="01_autograd_graph.ipynb">01</a>,
+# <a href="07_debugging_clinic.ipynb">07</a></td></tr>
 # <tr><td>I do not trust a gradient</td><td>backward</td><td><pre>
 # u = torch.randn(3, dtype=torch.float64, requires_grad=True)
 # torch.autograd.gradcheck(my_function, (u,))

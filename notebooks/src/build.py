@@ -54,9 +54,10 @@ def load(source: Path) -> NotebookNode:
 
 
 def digest_of(source: Path) -> str:
-    """Return the sha256 of a lesson's source together with its exercises."""
+    """Return the sha256 of a lesson's source together with its exercises and the modules beside the lessons it uses."""
     exercises = source.with_name(f"{source.stem}_exercises.py")
-    parts = [path.read_bytes() for path in (source, exercises) if path.exists()]
+    beside = [path for path in sorted(source.parents[1].glob("*.py")) if path.stem in source.read_text()]
+    parts = [path.read_bytes() for path in (source, exercises, *beside) if path.exists()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
