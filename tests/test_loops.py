@@ -817,7 +817,7 @@ def test_a_frozen_model_beside_the_other_changes_no_name_and_may_go_at_any_time(
 
 
 def test_watching_does_not_keep_a_model_alive():
-    with dx.watch() as w:
+    with dx.watch(budget=None) as w:  # with a budget it keeps what diagnose needs
         net = Net()
         train_step(net, torch.optim.SGD(net.parameters(), lr=0.1))
         gone = [weakref.ref(thing) for thing in (net, net.head.weight)]

@@ -170,12 +170,12 @@ class Witness:
         self.seen = Observation()
         self.step = Step(-1, 0, None)
         self.initial: dict[str, Tensor] = {}  # weights when each model was first seen
-        self.loaders: list[Any] = []
+        self._loaders: list[weakref.ref[Any]] = []  # weakly: what the loop lets go of must go
         self.caught: list[Any] = []  # warnings
         self._models: list[nn.Module] = []
         self._rng: Tensor | None = None
         self._held = 0
-        self._loader: Any = None  # of the last batch
+        self._loader = 0  # id of the one that the last batch came from
         self._trained_on: set[int] = set()
         self._in_backward = self._in_scaler = self._scaling = self._unscaled = False
         self._roots: dict[int, weakref.ref[Tensor]] = {}  # tensors that backward began at, since gradients were cleared
@@ -230,6 +230,11 @@ class Witness:
         return 1 if "dropped" in self.seen.events else max(counts)
 
     @property
+    def loaders(self) -> list[Any]:
+        """The loaders that are still there."""
+        return [loader for known in self._loaders if (loader := known()) is not None]
+
+    @property
     def held_out(self) -> list[Any]:
         """The loaders whose batches no training step used."""
         return [loader for loader in self.loaders if id(loader) not in self._trained_on]
@@ -251,14 +256,14 @@ class Witness:
         """Begin a step with each batch of a loop that nobody drives."""
         if self.driven or self.deaf:
             return begin()
-        if any(loader is known for known in self.loaders):
+        if any(loader is known() for known in self._loaders):
             self.step.events.append("epoch")
             self.seen.epochs += 1
         else:
-            self.loaders.append(loader)
-        return Fetches(begin(), functools.partial(self._fetch, loader))
+            self._loaders.append(weakref.ref(loader))
+        return Fetches(begin(), functools.partial(self._fetch, id(loader)))
 
-    def _fetch(self, loader: Any, batches: Iterator[Any]) -> Any:
+    def _fetch(self, loader: int, batches: Iterator[Any]) -> Any:
         batch = next(batches)
         self._loader = loader
         if not self.deaf:
@@ -277,7 +282,7 @@ class Witness:
                 self.end()
                 self.begin(len(self.seen.steps), self.seen.epochs, None)
         if torch.is_grad_enabled():
-            self._trained_on.add(id(self._loader))
+            self._trained_on.add(self._loader)
         self.step.events.append("loss" if self._is_loss(module) else "forward")
         self._rng = torch.get_rng_state()
 

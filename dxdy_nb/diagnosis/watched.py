@@ -62,7 +62,8 @@ def judge(witness: Witness, time_limit: float = TIME) -> Report:
     again = replayed(step, witness.subject.all_optimizers) if step is not None else None
     # Who trains on all data at once has one batch, not the same one again and again.
     batches = list({s.key: s.batch for s in seen.steps if s.batch is not None}.values())
-    loader = next((one for one in witness.loaders if not is_one_shot(one)), batches)
+    trained = [one for one in witness.loaders if not any(one is other for other in witness.held_out)]
+    loader = next((one for one in trained if not is_one_shot(one)), batches)
     direct = step is not None and step.losses and _is_direct(step)
     subject = replace(
         witness.subject,

@@ -261,9 +261,12 @@ def _observed_forward(original: Callable[..., Any], here: _Set) -> Callable[...,
         try:
             output = _around(here.receivers, tell, original, module, *inputs, **named)
             if _depth.forward == 1:
-                with _without_dynamo():
+                callback = _set_eval_frame(None)
+                try:
                     for receiver in tuple(here.receivers):
                         receiver.forwarded(module, inputs, named, output)
+                finally:
+                    _set_eval_frame(callback)
             return output
         finally:
             _depth.forward -= 1

@@ -44,7 +44,8 @@ def watch(
     optimizer : the optimizer whose ``step`` ends a step
     out : a folder to keep the record in while it runs; without it the record stays in memory
     budget : the share of a step's time that monitoring may take; where complete statistics cost more, they are
-        sampled, and ``steps["full"]`` says where they stand. None: every step is measured completely.
+        sampled, and ``steps["full"]`` says where they stand. None: every step is measured completely, and nothing is
+        kept for ``diagnose`` (which needs models, optimizers and some batches of the first steps)
 
     Raises
     ------
