@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.observation import Step, leading, main_call
+from dxdy_nb.diagnosis.observation import Step, graph_nodes, leading, main_call
 from dxdy_nb.diagnosis.probes import Experiment, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.subject import preserved
@@ -15,6 +17,7 @@ from dxdy_nb.errors import DxdyError
 
 FEW = 3  # updates in a row that make a habit of what could happen once
 LOST = 1e-6  # of the last layer's gradient, each relative to its weights: five sigmoids take that much
+STEPS = 0.99  # of the elements do not feel a small change: a function that rounds
 LEAKS = 4  # graphs of earlier steps that are alive: one or two may be somebody's last loss
 
 
@@ -266,6 +269,12 @@ def wrong_gradient(experiment: Experiment) -> Iterator[Finding]:
     batch = experiment.batches[0]
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(map(torch.is_tensor, batch))):
         return
+    own = _own_functions(experiment)
+    if not own or _surrogates(experiment, own):
+        return
+    if any(p.is_complex() for p in subject.parameters.values()):
+        experiment.seen.notes.append("wrong gradient: weights are complex, and only real ones are checked")
+        return
     if experiment.left() < 5:
         raise OutOfTime
     with preserved(subject):
@@ -277,6 +286,33 @@ def wrong_gradient(experiment: Experiment) -> Iterator[Finding]:
             row.name,
             f"autograd's slope {row.analytic:.6g}, finite differences {row.numeric:.6g} (float64, verdict wrong)",
         )
+
+
+def _own_functions(experiment: Experiment) -> set[Any]:
+    """Return the autograd functions in the graph of the first loss that are not torch's."""
+    loss = experiment.loss_of(experiment.forward(evaluate=False, grad=True))
+    kinds = {getattr(type(node), "_forward_cls", None) for node in graph_nodes(loss)} if loss is not None else set()
+    return {kind for kind in kinds if kind is not None and not kind.__module__.startswith("torch.")}
+
+
+def _surrogates(experiment: Experiment, functions: set[Any]) -> bool:
+    """Return whether a function gives back its input, or steps: then its backward is another's on purpose."""
+    meant: list[bool] = []
+    with ExitStack() as undo:
+        for kind in functions:
+
+            def watched(*args: Any, original: Any = kind.forward) -> Any:
+                result = original(*args)
+                given = next((t for t in args if torch.is_tensor(t) and t.is_floating_point()), None)
+                if given is not None and torch.is_tensor(result) and result.shape == given.shape:
+                    near = original(*(t * (1 + 1e-5) if t is given else t for t in args))
+                    meant.append(torch.equal(result, given) or float((near == result).float().mean()) > STEPS)
+                return result
+
+            undo.callback(setattr, kind, "forward", staticmethod(kind.forward))
+            kind.forward = staticmethod(watched)
+        experiment.loss_of(experiment.forward(evaluate=False))
+    return any(meant)
 
 
 def _fewer(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

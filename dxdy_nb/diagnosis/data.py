@@ -1,5 +1,6 @@
 """Whether what the model is shown, and told, is what was meant."""
 
+import collections
 import itertools
 import math
 from collections.abc import Iterator
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from dxdy_nb.diagnosis.observation import equal, leading, mapped, tensors_in
+from dxdy_nb.diagnosis.observation import bits_of, leading, mapped, tensors_in
 from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, Trial, found
-from dxdy_nb.diagnosis.subject import preserved, same_randomness
+from dxdy_nb.diagnosis.subject import batches_of, preserved, same_randomness
 
 LONG = 40  # steps of a counterfactual
 SMALL = 16 * 2**20  # bytes of a tensor that is compared whole
@@ -49,11 +50,16 @@ def blank(experiment: Experiment) -> Iterator[Finding]:
     inputs = [x for _, x, _ in experiment.epoch if x is not None and x.dim() > 1 and x.numel()]
     if sum(map(len, inputs)) < 16 or not inputs[0].is_floating_point():
         return
-    first = inputs[0][:1]
-    if all(x.shape[1:] == first.shape[1:] and bool((x == first).all()) for x in inputs):
+    rest = [[t for t in tensors_in(batch) if t is x or t is not y] for batch, x, y in experiment.epoch]
+    if all(len(r) == len(rest[0]) and all(_repeats(a, b) for a, b in zip(r, rest[0], strict=True)) for r in rest):
         yield found(
             "blank-inputs", "loader", f"all {sum(map(len, inputs))} inputs of the epoch are equal, element by element"
         )
+
+
+def _repeats(t: Tensor, other: Tensor) -> bool:
+    """Return whether every sample of a tensor is another's first one."""
+    return t.dim() > 0 and t.shape[1:] == other.shape[1:] and bool((t == other[:1]).all())
 
 
 def interleaved(experiment: Experiment) -> Iterator[Finding]:
@@ -82,11 +88,23 @@ def same_batch(experiment: Experiment) -> Iterator[Finding]:
         return
     equal = sum(_equal(a, b) for a, b in itertools.pairwise(batches))
     if equal >= 2 and equal == len(batches) - 1:
-        yield found("same-batch-forever", "loader", f"all {len(batches)} batches of the epoch are bit for bit the same")
+        loader = experiment.subject.loader
+        meant = isinstance(loader, (list, tuple)) and all(batch is loader[0] for batch in loader)
+        yield found(
+            "same-batch-forever",
+            "loader",
+            f"all {len(batches)} batches of the epoch are bit for bit the same"
+            + ("; the list holds one batch many times, so this is meant" if meant else ""),
+            severity="hint" if meant else "error",
+        )
 
 
 def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
-    return len(a) == len(b) and all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(map(_same, a, b))
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bits_of(a) == bits_of(b)  # NaN is equal to itself
 
 
 def _labels(experiment: Experiment) -> list[Tensor]:
@@ -156,9 +174,9 @@ def validation(experiment: Experiment) -> Iterator[Finding]:
         second = list(experiment.read(loader))
     if len(first) == len(second) and first:
         targets = [(a[2], b[2]) for a, b in zip(first, second, strict=True) if a[2] is not None and b[2] is not None]
-        ordered = targets and all(a.shape == b.shape and torch.equal(a, b) for a, b in targets)
+        ordered = targets and all(_same(a, b) for a, b in targets)
         inputs = [(a[1], b[1]) for a, b in zip(first, second, strict=True) if a[1] is not None and b[1] is not None]
-        if ordered and inputs and not all(a.shape == b.shape and torch.equal(a, b) for a, b in inputs):
+        if ordered and inputs and not all(_same(a, b) for a, b in inputs):
             yield found(
                 "augment-on-val",
                 "val_loader",
@@ -166,7 +184,11 @@ def validation(experiment: Experiment) -> Iterator[Finding]:
             )
     train, held = _hashes(experiment.epoch), _hashes(first)
     shared = sum(h in train for h in held)
-    if len(train) > 8 and len(held) > 8 and len(set(train)) > len(train) / 2 and shared > 0.02 * len(held):
+    counts = collections.Counter(train)
+    chance = sum(n for n in counts.values() if n > 1) / max(
+        1, len(train)
+    )  # equal samples are as frequent among themselves
+    if len(train) > 8 and len(held) > 8 and shared > (0.02 + 2 * chance) * len(held):
         whole = set(train) == set(held)
         yield found(
             "validates-on-training-set" if whole else "train-val-overlap",
@@ -193,16 +215,18 @@ def stored_data_changes(experiment: Experiment) -> Iterator[Finding]:
     if not hasattr(dataset, "__dict__") or getattr(loader, "num_workers", None):
         return
     held = [t for t in tensors_in(dict(vars(dataset))) if t.numel() * t.element_size() <= SMALL]
-    before = [t.clone() for t in held]
+    changed = 0
     with preserved(experiment.subject):
-        for _ in zip(range(64), loader or (), strict=False):
-            pass
-        changed = sum(not equal(a, b) for a, b in zip(held, before, strict=True))
+        for _ in range(2):  # what is filled at the first pass, as a cache is, stays the same at the second
+            before = [bits_of(t) for t in held]
+            for _ in zip(range(64), batches_of(loader), strict=False):
+                pass
+            changed = sum(bits_of(t) != bits for t, bits in zip(held, before, strict=True))
     if changed:
         yield found(
             "augments-in-place",
             "dataset",
-            f"after one pass {changed} of the {len(held)} tensors that the data set holds are others",
+            f"each pass changes {changed} of the {len(held)} tensors that the data set holds",
         )
 
 
@@ -267,6 +291,8 @@ def alignment(experiment: Experiment) -> Iterator[Finding]:
     inputs = [x for _, x, _ in experiment.epoch if x is not None]
     if not labels or len(inputs) != len(labels) or not inputs[0].is_floating_point() or inputs[0].dim() < 2:
         return
+    if any(x.shape[1:] != inputs[0].shape[1:] for x in inputs):
+        return
     dataset = experiment.subject.dataset
     if dataset is not None and hasattr(dataset, "__len__") and len(dataset) <= 20_000:
         with same_randomness():
@@ -327,7 +353,10 @@ def scale(experiment: Experiment) -> Iterator[Finding]:
     inputs = [v.flatten() for _, v, _ in experiment.epoch if v is not None and v.is_floating_point()]
     whole = torch.cat(inputs) if inputs else torch.ones(1)
     rms = _rms(whole)
-    if not 0.02 < rms < 10 and math.isfinite(rms) and whole.std() > 0 and experiment.places[0] >= 0:
+    rows = [v.flatten(1).norm(dim=1) for _, v, _ in experiment.epoch if v is not None and v.dim() > 1 and inputs]
+    lengths = torch.cat(rows) if rows else whole
+    normalised = float(lengths.std()) < 0.01 * float(lengths.mean())  # rows of one length are meant
+    if not 0.02 < rms < 10 and not normalised and math.isfinite(rms) and whole.std() > 0 and experiment.places[0] >= 0:
         yield from _better(experiment, experiment.places[0], float(whole.mean()), float(whole.std()), rms)
     if y is not None and out is not None and y.is_floating_point() and y.shape == out.shape:
         wanted, given = _rms(y), _rms(out)
@@ -391,7 +420,10 @@ def lonely_batch(experiment: Experiment) -> Iterator[Finding]:
         and isinstance(loader.sampler, (torch.utils.data.SequentialSampler, torch.utils.data.RandomSampler))
     ):
         raised = any("more than 1 value per channel" in str(s.error) for s in experiment.seen.steps if s.error)
-        if raised or len(experiment.seen.steps) < len(loader):
+        if not raised and experiment.batches:
+            one = experiment.trial(mapped(experiment.batches[0], lambda t: t[:1] if t.dim() else t))
+            raised = "more than 1 value per channel" in str(one.error)
+        if raised:
             yield found(
                 "last-batch-of-one-bn",
                 "loader",

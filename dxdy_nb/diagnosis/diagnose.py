@@ -80,7 +80,7 @@ def report_on(experiment: Experiment) -> Report:
 def judged(experiment: Experiment) -> tuple[list[Finding], list[str]]:
     """Return the findings of all rules, and what could not be checked."""
     findings: list[Finding] = []
-    unchecked = list(experiment.seen.notes)
+    unchecked: list[str] = []
     with warnings.catch_warnings():
         # What torch has to say was recorded in the steps; where warnings are errors it would end the probes.
         warnings.simplefilter("ignore")
@@ -92,8 +92,10 @@ def judged(experiment: Experiment) -> tuple[list[Finding], list[str]]:
             except OutOfTime:
                 unchecked.append(f"{_words(rule)}: no time was left")
             except Exception as error:
-                unchecked.append(f"{_words(rule)}: {type(error).__name__}: {error}")
-    return findings, unchecked
+                first = (str(error).strip().splitlines() or [""])[0]
+                own = isinstance(error, DxdyError)
+                unchecked.append(f"{_words(rule)}: " + (first if own else f"raised {type(error).__name__}: {first}"))
+    return findings, [*experiment.seen.notes, *unchecked]
 
 
 def _words(rule: Rule) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from dxdy_nb.diagnosis.backward import _names
 from dxdy_nb.diagnosis.loss import _last_operation
-from dxdy_nb.diagnosis.observation import graph_nodes, leading, tensors_in
+from dxdy_nb.diagnosis.observation import graph_nodes, leading, same_tensor, tensors_in
 from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.subject import preserved
@@ -138,9 +139,7 @@ def sizes(experiment: Experiment) -> Iterator[Finding]:
     handles = [
         module.register_forward_hook(
             lambda m, i, o, name=name: (
-                sizes.append((name, float(o.detach().abs().max())))
-                if torch.is_tensor(o) and o.is_floating_point() and o.numel()
-                else None
+                sizes.append((name, _lower(o))) if torch.is_tensor(o) and o.is_floating_point() and o.numel() else None
             )
         )
         for name, module in experiment.subject.model.named_modules()
@@ -151,14 +150,23 @@ def sizes(experiment: Experiment) -> Iterator[Finding]:
     finally:
         for handle in handles:
             handle.remove()
-    largest = float(x.abs().max()) if x.is_floating_point() and x.numel() else 1.0
+    known = [
+        float(t.abs().max()) for t in (x, experiment.target) if t is not None and t.is_floating_point() and t.numel()
+    ]
+    largest = max(known, default=1.0)
     over = [(name, size) for name, size in sizes if 1e4 * (1 + largest) < size < math.inf]
     if over and math.isfinite(largest):
         yield found(
             "exploding-init",
             over[0][0],
-            f"before any training |activation| reaches {over[-1][1]:.3g} for |input| up to {largest:.3g}",
+            f"before any training three of four activations exceed {over[-1][1]:.3g}; inputs and targets reach "
+            f"{largest:.3g}",
         )
+
+
+def _lower(t: Tensor) -> float:
+    """Return what three quarters of a tensor exceed in size: a mask's few huge entries do not count."""
+    return float(t.detach().abs().flatten().float().kthvalue(1 + t.numel() // 4).values)
 
 
 def dead_units(experiment: Experiment) -> Iterator[Finding]:
@@ -201,25 +209,36 @@ def over_one_element(experiment: Experiment) -> Iterator[Finding]:
     for name, module in experiment.subject.model.named_modules():
         if isinstance(module, nn.LayerNorm) and math.prod(module.normalized_shape) == 1:
             yield found("norm-of-one", name, "LayerNorm over one element: its output is its bias, whatever comes in")
-    out = leading(experiment.forward(grad=True)) if experiment.call is not None else None
-    if out is None or out.grad_fn is None:
-        return
-    for node in graph_nodes(out):
-        if type(node).__name__ not in ("SoftmaxBackward0", "LogSoftmaxBackward0"):
-            continue
-        result, dim = node._saved_result, _axis(node._saved_dim, node._saved_result.dim())
-        if result.dim() and result.size(dim) == 1:
+    x = experiment.input
+    if x is None or any(b is not None and b.shape[1:] != x.shape[1:] for _, b, _ in experiment.epoch):
+        return  # an axis that is one element long here may be longer in another batch
+    softmaxes = _softmaxes(experiment, x)
+    for dim, shape in softmaxes:
+        if shape and shape[dim] == 1:
             yield found(
                 "softmax-of-one",
-                f"softmax(dim={dim}) of shape {list(result.shape)}",
+                f"softmax(dim={dim}) of shape {shape}",
                 "a softmax over an axis of length one is 1 everywhere, and has no gradient",
             )
-        elif result.dim() > 1 and dim == 0 and len(result) == len(out) > 1 and not experiment.subject.batch_coupled:
+    fewer = [(dim, [len(x) // 2, *shape[1:]]) for dim, shape in softmaxes if dim == 0 and shape[:1] == [len(x)]]
+    if not fewer or len(x) < 4 or experiment.subject.batch_coupled:
+        return
+    for dim, shape in _softmaxes(experiment, x[: len(x) // 2]):
+        if (dim, shape) in fewer and len(shape) > 1:
             yield found(
                 "softmax-over-batch",
-                f"softmax(dim=0) of shape {list(result.shape)}",
-                f"the softmax runs over the axis of the {len(out)} samples, so samples compete with each other",
+                f"softmax(dim=0) of shape {[len(x), *shape[1:]]}",
+                f"the softmax runs over the axis of the {len(x)} samples, so samples compete with each other",
             )
+            return
+
+
+def _softmaxes(experiment: Experiment, x: Tensor) -> list[tuple[int, list[int]]]:
+    """Return axis and shape of each softmax behind the output for an input."""
+    out = leading(experiment.forward(x, grad=True)) if experiment.call is not None else None
+    nodes = graph_nodes(out) if out is not None and out.grad_fn is not None else []
+    asked = [n for n in nodes if type(n).__name__ in ("SoftmaxBackward0", "LogSoftmaxBackward0")]
+    return [(_axis(n._saved_dim, n._saved_result.dim()), list(n._saved_result.shape)) for n in asked]
 
 
 def _axis(dim: int, dims: int) -> int:
@@ -238,12 +257,14 @@ def dropout_at_the_end(experiment: Experiment) -> Iterator[Finding]:
     finally:
         for handle in handles:
             handle.remove()
+    reading = experiment.reading
     if called and isinstance(called[-1], DROPOUTS) and called[-1].p > 0:
         yield found(
             "dropout-on-output",
             experiment.subject.name_of(called[-1]),
             f"the last layer is a dropout with p={called[-1].p}: in training {called[-1].p:.0%} of the outputs are "
             "zero",
+            severity="error" if reading is not None and reading.kind and reading.direct and reading.raw else "hint",
         )
 
 
@@ -291,8 +312,12 @@ def samples_mix(experiment: Experiment) -> Iterator[Finding]:
     if x is None or out is None or experiment.subject.batch_coupled or x.dim() < 2 or out.dim() < 1:
         return
     n = len(x)
+    if experiment.call is not None and any(isinstance(given, PackedSequence) for given in experiment.call.args):
+        return  # its first axis holds steps of all samples
     if n < 4 or len(out) != n or len(experiment.epoch) < 2:
         return  # one batch that is all there is may be a graph, whose nodes belong together
+    if not any(same_tensor(x, t) for t in tensors_in(experiment.first.batch if experiment.first else None)):
+        return  # what the step made of the batch may have another axis in front
     with torch.no_grad():
         base, again = leading(experiment.forward()), leading(experiment.forward())
         if base is None or again is None or not torch.equal(base, again):
@@ -313,11 +338,15 @@ def samples_mix(experiment: Experiment) -> Iterator[Finding]:
         order = torch.arange(n).roll(1)
         moved = leading(experiment.forward(x[order]))
         by_design = moved is not None and float((moved - base[order]).abs().max()) < 1e-4 * scale
+        if x.dim() > 2 and out.dim() > 2 and out.size(1) == x.size(1) > 1:  # time may come first
+            aside = torch.cat([x[:, :1], x[:, 1:].roll(1, 0)], 1)
+            beside = leading(experiment.forward(aside))
+            by_design |= beside is not None and float((base[:, 0] - beside[:, 0]).abs().max()) < 1e-4 * scale
     yield found(
         "view-not-permute",
         "model",
         f"in eval mode outputs move by {change:.3g} (of {scale:.3g}) when only other samples of the batch change"
-        + ("; the model treats all samples alike, so this may be meant" if by_design else ""),
+        + ("; it treats all alike, or the second axis is that of the samples: this may be meant" if by_design else ""),
         severity="hint" if by_design else "error",
     )
 

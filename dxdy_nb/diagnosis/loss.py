@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -150,7 +151,12 @@ def softmax_axis(experiment: Experiment) -> Iterator[Finding]:
     if reading is None or reading.gradient is None or reading.output.dim() != 2 or reading.node is None:
         return
     g = reading.gradient
-    if min(g.shape) < 2 or not g.any() or reading.kind not in ("nll", "cross_entropy", "soft_cross_entropy"):
+    y = reading.target
+    softmax: Any = next(iter(getattr(reading.node, "next_functions", ())), (None,))[0]
+    if type(softmax).__name__ != "LogSoftmaxBackward0" or softmax._saved_result.shape != g.shape or not g.any():
+        return  # it is not the output itself that the softmax is taken of
+    among = y is not None and y.dim() == 1 and torch.equal(y, torch.arange(len(y)).to(y))  # samples are compared
+    if among or not reading.raw or experiment.subject.batch_coupled or min(g.shape) < 2:
         return
     over = [float(g.sum(axis).abs().max()) / float(g.abs().max()) for axis in (0, 1)]
     if over[0] < 1e-5 and over[1] > 1e-2:
@@ -165,7 +171,7 @@ def softmax_axis(experiment: Experiment) -> Iterator[Finding]:
 def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
     """Targets are not what the recognised loss is defined for."""
     reading = experiment.reading
-    if reading is None:
+    if reading is None or not reading.raw:
         return
     targets = [y for _, _, y in experiment.epoch if y is not None and y.numel()]
     if reading.kind == "bce_logits" and targets:
@@ -351,9 +357,14 @@ def wrong_sign(experiment: Experiment) -> Iterator[Finding]:
     reading, y = experiment.reading, experiment.target
     if reading is None or reading.gradient is None or not reading.gradient.any():
         return
-    reference, g = _reference(reading), reading.gradient
+    shares = [b.share for step in experiment.seen.steps for b in step.backwards]
+    down = -1.0 if shares and all(share < 0 for share in shares) else 1.0
+    reference, g = _reference(reading), down * reading.gradient
     if reference is None:
-        if y is not None and not reading.kind.startswith("cross") and _names_classes(y, g):
+        losses = experiment.first.losses if experiment.first is not None else []
+        alone = bool(losses) and len(_floats(losses[-1].args)) == 1  # no rewards or weights, that could be negative
+        bounded = down * reading.value >= 0  # away from these classes, as -log(1 - p) is, and not without end
+        if y is not None and alone and not bounded and not reading.kind.startswith("cross") and _names_classes(y, g):
             climbs = float((g.gather(1, y[:, None]) > 0).float().mean())
             if climbs > 0.9:
                 yield found(
@@ -362,7 +373,7 @@ def wrong_sign(experiment: Experiment) -> Iterator[Finding]:
                     f"on {climbs:.0%} of the samples going down the loss lowers the score of the true class",
                 )
         return
-    cosine = float(F.cosine_similarity(reading.gradient.flatten().double(), reference.flatten().double(), dim=0))
+    cosine = float(F.cosine_similarity(g.flatten().double(), reference.flatten().double(), dim=0))
     if cosine < -0.9:
         yield found(
             "wrong-sign",

@@ -9,7 +9,7 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from dxdy_nb.diagnosis.subject import Subject
 from dxdy_nb.observe.batches import Fetches
 from dxdy_nb.observe.hooks import inside_forward, listening
 
+BACK = 0.08  # of the way from the first weights that is left after somebody wrote: learning was undone
 KEPT = 6  # steps whose tensors are kept in any case; of later ones
 HELD = 32 * 2**20  # as long as batches take so many bytes
 
@@ -90,6 +91,7 @@ class Update:
     lrs: tuple[float, ...]
     parameters: dict[str, Seen]
     outside: dict[str, float]  # weights that changed since the update before, and by how much
+    undone: bool  # they are again about what they were at the first update
     dirty: tuple[str, ...]  # gradients that still hold those of an earlier update
     cleared: tuple[str, ...]  # gradients that a backward gave, and that were gone before this update
     training: bool = True
@@ -182,6 +184,7 @@ class Witness:
         self._markers: list[weakref.ref[_Marker]] = []
         self._loss_values: list[float] = []
         self._left: dict[str, Tensor] = {}  # weights as the last update left them
+        self._first: dict[str, Tensor] = {}  # weights as the first update found them
         self._at_update: dict[str, tuple[int, int]] = {}  # gradients that an update has used
         self._dirty: set[str] = set()
         self._reached: set[str] = set()  # since the last update
@@ -409,10 +412,17 @@ class Witness:
         gone = self._reached | self._dropped
         cleared = tuple(n for n, s in seen.items() if n in gone and not s.norm > 0 and not s.nonfinite)
         dirty = tuple(n for n in mine if n in self._dirty and _any(mine[n].grad))
-        update = Update(optimizer, lrs, seen, outside, dirty, cleared, self.subject.model.training)
+        for n, p in mine.items():
+            self._first.setdefault(n, p.detach().clone())
+        undone = bool(outside) and self._way(parameters, outside) < BACK * self._way(self._left, outside)
+        update = Update(optimizer, lrs, seen, outside, undone, dirty, cleared, self.subject.model.training)
         update.scaled = self._scaling and not self._unscaled and not self._in_scaler
         self._before = {n: p.detach().clone() for n, p in mine.items()}
         self.step.updates.append(update)
+
+    def _way(self, weights: Mapping[str, Tensor], names: Iterable[str]) -> float:
+        """Return how far some weights are from those of the first update."""
+        return math.hypot(*(float((weights[n].detach() - self._first[n]).norm()) for n in names if n in self._first))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what the update did."""
@@ -558,10 +568,11 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def batch_key(batch: Any) -> int:
     """Return a number that is the same for batches with the same content."""
-    return hash(tuple(_bytes(t) for t in tensors_in(batch)))
+    return hash(tuple(bits_of(t) for t in tensors_in(batch)))
 
 
-def _bytes(t: Tensor) -> int:
+def bits_of(t: Tensor) -> int:
+    """Return a hash of a tensor's content, bit by bit."""
     dense = t.detach().cpu()
     return (
         hash(dense.contiguous().flatten().view(torch.uint8).numpy().tobytes()) if dense.layout is torch.strided else 0
@@ -637,7 +648,7 @@ def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
         if type(value) is dict:
             return items
         try:
-            return type(value)(**items) if hasattr(value, "to_tuple") else type(value)(items)
+            return type(value)(**items) if hasattr(type(value), "to_tuple") else type(value)(items)
         except TypeError:
             return items
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -28,7 +28,7 @@ from dxdy_nb.diagnosis.observation import (
     same_tensor,
     tensors_in,
 )
-from dxdy_nb.diagnosis.subject import Subject, preserved, same_randomness
+from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved, same_randomness
 from dxdy_nb.errors import DxdyError
 
 EPOCH_BYTES = 256 * 2**20  # of an epoch that are kept for reading
@@ -125,7 +125,7 @@ class Experiment:
 
     def _batches(self) -> Iterator[Any]:
         try:
-            yield from self.subject.loader or ()
+            yield from batches_of(self.subject.loader)
         except Exception as error:
             self.seen.error, self.seen.error_place = error, "loader"
 
@@ -204,7 +204,7 @@ class Experiment:
             return
         while steps > 0:
             before = steps
-            for batch in self.subject.loader or ():
+            for batch in batches_of(self.subject.loader):
                 yield batch
                 steps -= 1
                 if steps <= 0:
@@ -293,7 +293,7 @@ class Experiment:
         began, total, allowed = time.monotonic(), 0, max(1.0, self.left() / 8)
         x_place, y_place = self.places
         with preserved(self.subject), suppress(Exception):
-            for number, batch in enumerate(loader or ()):
+            for number, batch in enumerate(batches_of(loader)):
                 found = tensors_in(batch)
                 total += sum(t.numel() * t.element_size() for t in found)
                 if number and (total > EPOCH_BYTES or time.monotonic() - began > allowed):
@@ -348,6 +348,14 @@ class Reading:
     gradient: Tensor | None
     target: Tensor | None
     direct: bool = True  # whether the output itself is what the loss is of
+
+    @property
+    def raw(self) -> bool:
+        """Whether the recognised loss was given the target itself, as far as its operation has kept it."""
+        own, y = getattr(self.node, "_saved_target", None), self.target
+        return own is None or (
+            y is not None and own.numel() == y.numel() and torch.equal(own.flatten().to(y.dtype), y.flatten())
+        )
 
 
 def _heard_of(experiment: Experiment, output: Tensor) -> Reading | None:

@@ -12,15 +12,16 @@ from dxdy_nb.diagnosis.backward import _names
 from dxdy_nb.diagnosis.observation import tensors_in
 from dxdy_nb.diagnosis.probes import Experiment
 from dxdy_nb.diagnosis.report import Finding, found
-from dxdy_nb.diagnosis.subject import preserved
+from dxdy_nb.diagnosis.subject import batches_of, preserved
 
-MODAL = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.modules.batchnorm._BatchNorm)
+NORMS = (nn.modules.batchnorm._BatchNorm,)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 def modes(experiment: Experiment) -> Iterator[Finding]:
     """The model trains in eval mode, from the start or since a validation."""
     model, updates = experiment.subject.model, experiment.seen.updates
-    modal = [m for m in model.modules() if isinstance(m, MODAL) or (isinstance(m, nn.RNNBase) and m.dropout)]
+    modal = [name for name, m in model.named_modules() if _cares(m) and _trains(model, name, m)]
     if not modal or not updates or all(u.training for u in updates):
         return
     first = next(place for place, u in enumerate(updates) if not u.training)
@@ -30,6 +31,18 @@ def modes(experiment: Experiment) -> Iterator[Finding]:
         "model",
         f"the model is in eval mode while it trains{later}: dropout is off and BatchNorm does not learn",
     )
+
+
+def _cares(module: nn.Module) -> bool:
+    """Return whether a module does something else in eval mode."""
+    drops = isinstance(module, DROPOUTS) and module.p > 0
+    return drops or isinstance(module, NORMS) or (isinstance(module, nn.RNNBase) and module.dropout > 0)
+
+
+def _trains(model: nn.Module, name: str, module: nn.Module) -> bool:
+    """Return whether a module belongs to what is trained: itself, or what it stands in where it has no weights."""
+    own = list(module.parameters()) or list(model.get_submodule(name.rpartition(".")[0]).parameters())
+    return any(p.requires_grad for p in own)
 
 
 def evaluation_changes_buffers(experiment: Experiment) -> Iterator[Finding]:
@@ -137,7 +150,7 @@ def _compared(state: Any, moments: Any, lrs: Any, position: Any, again: dict[str
 def _cycle(loader: Any) -> Iterator[Any]:
     while True:
         found = False
-        for batch in loader or ():
+        for batch in batches_of(loader):
             found = True
             yield batch
         if not found:

@@ -1,9 +1,12 @@
 """The set-up under diagnosis: the reader's own objects, and a way to leave them exactly as they were."""
 
 import collections
+import functools
 import random
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -12,9 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dxdy_nb.errors import DxdyError
 
+MANY = 10_000  # entries: of a longer list only the entries themselves are put back, not what is in them
+SOURCES = (DataLoader, Dataset, Sampler)
 SMALL = 16 * 2**20  # bytes: of a data set only tensors up to this size are put back
 TrainStep = Callable[[Any, Any, Any, Any, int], Any]
 
@@ -118,6 +124,11 @@ def subject_of(given: Mapping[str, Any]) -> Subject:
     return Subject(**{**given, "optimizers": optimizers})
 
 
+def batches_of(loader: Any) -> Iterable[Any]:
+    """Return what a for loop reads, nothing without a loader; one without a length has no truth value."""
+    return () if loader is None else loader
+
+
 def is_one_shot(loader: Any) -> bool:
     """Return whether a loader is an iterator: what is read from it is gone."""
     return hasattr(loader, "__next__") and iter(loader) is loader
@@ -127,13 +138,18 @@ def is_one_shot(loader: Any) -> bool:
 def preserved(subject: Subject) -> Iterator[None]:
     """Put everything back at the end that belongs to the subject, bit by bit, and the random generators too.
 
-    That is parameters, their gradients, buffers and plain attributes of every module, training modes, hooks; state
-    and groups of optimizers; scheduler and scaler; generators and counters of loaders and data sets (but not the data).
-    What a closure keeps for itself nobody can put back.
+    That is parameters, their gradients, buffers and attributes of every module, training modes, hooks; state and groups
+    of optimizers; scheduler and scaler; generators and counters of loaders and data sets (but not the data); and what
+    the functions hold: their closures, and the globals that they name. What another library keeps for itself, a thread,
+    a file or an iterator is left alone.
     """
     kept = _Kept()
-    restore = [kept.keep(vars(thing)) for thing in _things(subject)]
-    restore += [kept.keep(vars(thing), light=True) for thing in _sources(subject)]
+    things = [subject.model, subject.loss_fn, subject.ema_model, *subject.all_optimizers, subject.scheduler]
+    restore = [kept.keep(thing) for thing in (*things, subject.scaler, subject.best_state)]
+    restore += [kept.keep(source, light=True) for source in (subject.loader, subject.val_loader, subject.dataset)]
+    kept.held = True
+    functions = (subject.train_step, subject.on_epoch_end, subject.validate, subject.save, subject.resume)
+    restore += [kept.keep(function) for function in functions]
     generators = _generators()
     try:
         yield
@@ -142,20 +158,6 @@ def preserved(subject: Subject) -> Iterator[None]:
             put_back()
         for put_back in generators:
             put_back()
-
-
-def _things(subject: Subject) -> list[Any]:
-    wanted = [subject.model, subject.loss_fn, subject.ema_model, *subject.all_optimizers]
-    return [thing for thing in [*wanted, subject.scheduler, subject.scaler] if hasattr(thing, "__dict__")]
-
-
-def _sources(subject: Subject) -> list[Any]:
-    found = []
-    for loader in (subject.loader, subject.val_loader, subject.dataset):
-        for thing in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))):
-            if hasattr(thing, "__dict__") and not isinstance(thing, nn.Module):
-                found.append(thing)
-    return found
 
 
 @contextmanager
@@ -188,6 +190,7 @@ class _Kept:
 
     seen: set[int] = field(default_factory=set)
     alive: list[Any] = field(default_factory=list)  # an id is only unique while its object lives
+    held: bool = False  # by a function: then a large tensor that is no parameter is data
 
     def keep(self, value: Any, *, light: bool = False) -> Callable[[], None]:
         """Return a function that gives ``value`` its present content again; light: without copying tensors."""
@@ -196,14 +199,44 @@ class _Kept:
         self.seen.add(id(value))
         self.alive.append(value)
         if isinstance(value, Tensor):
-            return _nothing if light and value.numel() * value.element_size() > SMALL else self._tensor(value)
+            data = light or (self.held and not isinstance(value, nn.Parameter))
+            return _nothing if data and value.numel() * value.element_size() > SMALL else self._tensor(value)
+        if isinstance(value, SOURCES):
+            return self.keep(vars(value), light=True)
         if isinstance(value, nn.Module):
             return _nothing if light else self.keep(vars(value))
         if isinstance(value, dict):
             return self._dict(value, light)
         if isinstance(value, (list, set, collections.deque)):
             return self._sequence(value, light)
+        if isinstance(value, types.FunctionType):
+            ours = str(value.__globals__.get("__name__")).startswith("dxdy_nb.")  # a probe's, whose notes are to stay
+            return _nothing if light or ours else self._function(value)
+        if isinstance(value, (types.MethodType, functools.partial)):
+            inside = (
+                [value.__self__] if isinstance(value, types.MethodType) else [value.func, value.args, value.keywords]
+            )
+            return self._items(inside, light)
+        if _is_own(value):
+            return self.keep(vars(value), light=light)
         return _state(value, light)
+
+    def _function(self, function: types.FunctionType) -> Callable[[], None]:
+        cells = [cell for cell in function.__closure__ or () if _filled(cell)]
+        before = [cell.cell_contents for cell in cells]
+        world = function.__globals__
+        named = (
+            {name: world[name] for name in _names_in(function.__code__) if name in world} if _is_own(function) else {}
+        )
+        inner = self._items([*before, *named.values()], light=False)
+
+        def put_back() -> None:
+            for cell, content in zip(cells, before, strict=True):
+                cell.cell_contents = content
+            world.update(named)
+            inner()
+
+        return put_back
 
     def _items(self, values: Iterable[Any], light: bool) -> Callable[[], None]:
         inner = [one for item in values if (one := self.keep(item, light=light)) is not _nothing]
@@ -233,7 +266,7 @@ class _Kept:
 
     def _sequence(self, value: Any, light: bool) -> Callable[[], None]:
         before = list(value)
-        inner = self._items(before, light) if not light or len(before) < 100 else _nothing
+        inner = self._items(before, light) if len(before) < (100 if light else MANY) else _nothing
 
         def put_back() -> None:
             if len(value) != len(before) or any(a is not b for a, b in zip(value, before, strict=True)):
@@ -268,6 +301,31 @@ def void(result: object) -> None:
     """Drop a result."""
 
 
+def _is_own(value: Any) -> bool:
+    """Return whether a thing's attributes are its state: it says so, or its code is the reader's."""
+    if isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    if hasattr(type(value), "state_dict") or hasattr(type(value), "to_dict"):
+        return True
+    function = isinstance(value, types.FunctionType)
+    module = str(value.__globals__.get("__name__") if function else type(value).__module__)
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    others = {"dxdy_nb", *sys.stdlib_module_names}
+    return module.split(".")[0] not in others and "site-packages" not in file
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # its variable has no value yet
+        return False
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
 def _nothing() -> None:
     """Put nothing back."""
 
@@ -286,12 +344,7 @@ def _state(value: Any, light: bool) -> Callable[[], None]:
     if isinstance(value, random.Random):
         python = value.getstate()
         return lambda: value.setstate(python)
-    if isinstance(value, np.ndarray) and not light:
+    if isinstance(value, np.ndarray) and not light and value.flags.writeable and value.nbytes <= SMALL:
         content = value.copy()
-
-        def put_back() -> None:
-            with suppress(ValueError):  # read-only: then nobody changed it
-                value[...] = content
-
-        return put_back
+        return lambda: void(value.__setitem__(..., content))
     return _nothing

@@ -46,11 +46,16 @@ def stale_optimizer(experiment: Experiment) -> Iterator[Finding]:
     if not subject.all_optimizers:
         return
     ids = {id(p) for p in parameters.values()}
-    strangers = [i for i in subject.owned if i not in ids]
+    strangers = [p for o in subject.all_optimizers for g in o.param_groups for p in g["params"] if id(p) not in ids]
     reached = {n for step in experiment.seen.steps for b in step.backwards for n in b.reached}
     missing = [n for n, p in parameters.items() if p.requires_grad and id(p) not in subject.owned and n in reached]
     missing = [n for n in missing if n not in experiment.seen.moved]
-    if strangers and missing:
+    alike = any(
+        p.dim() == parameters[n].dim() > 0 and p.shape[1:] == parameters[n].shape[1:]
+        for p in strangers
+        for n in missing
+    )
+    if alike:
         yield found(
             "optimizer-stale-head",
             _names(missing),
@@ -144,13 +149,21 @@ def weights_changed_outside(experiment: Experiment) -> Iterator[Finding]:
     often = len(changed) > len(updates) / 2
     place, update = changed[0]
     size = max(update.outside.values())
+    lost = not often and (update.undone or any(_forgotten(experiment, u) for _, u in changed))
     yield found(
         "weights-changed-every-step" if often else "weights-changed-outside",
         _names(update.outside),
         f"before update {place} (and {len(changed) - 1} more of {len(updates)}) weights differed by up to {size:.3g} "
-        "from what the update before had left",
-        severity="hint" if often else "error",
+        "from what the update before had left" + ("; what had been learned was gone" if lost else ""),
+        severity="error" if lost else "hint",
     )
+
+
+def _forgotten(experiment: Experiment, update: Update) -> bool:
+    """Return whether the loss had fallen far, and stood at its first value again at an update."""
+    losses = experiment.seen.losses
+    here = next(i for i, step in enumerate(experiment.seen.steps) if any(u is update for u in step.updates))
+    return here > 1 and losses[0] > 0 and losses[here - 1] < losses[0] / 2 and losses[here] > 0.8 * losses[0]
 
 
 def lr_is_no_number(experiment: Experiment) -> Iterator[Finding]:
@@ -238,7 +251,7 @@ def clip_out_of_order(experiment: Experiment) -> Iterator[Finding]:
     events = [e for e in experiment.seen.events if e in ("backward", "clip", "step", "zero_grad")]
     before = [events[place - 1] if place else "" for place, event in enumerate(events) if event == "clip"]
     useless = sum(event in ("step", "zero_grad", "") for event in before)
-    if useless >= FEW and useless == len(before):
+    if useless >= FEW and useless == len(before) and "backward" in events:
         yield found(
             "clip-out-of-order",
             "the training step",
@@ -266,7 +279,9 @@ def settings(experiment: Experiment) -> Iterator[Finding]:
             if lr < 0 or any(value < 0 for update in experiment.seen.updates for value in update.lrs):
                 yield found("negative-lr", f"param_groups[{place}]", "a learning rate below zero climbs the loss")
                 break
-            if isinstance(scheduler, lr_scheduler.LambdaLR) and 0 < first < 1 and math.isclose(lr, first**2):
+            factors = getattr(scheduler, "lr_lambdas", None) or []
+            never = place < len(factors) and all(factors[place](t) <= first * 1.001 for t in range(0, 100_000, 97))
+            if 0 < first < 1 and math.isclose(lr, first**2) and never:
                 yield found(
                     "lambda-returns-lr",
                     f"param_groups[{place}]",
@@ -389,8 +404,12 @@ def wrong_way(experiment: Experiment) -> Iterator[Finding]:
             "fixed batch rises",
         )
     elif len(backwards) >= FEW and all(-1.001 < b.share < -0.999 for b in backwards) and _rises(experiment):
+        known = experiment.reading is not None and experiment.reading.kind not in ("", "soft_cross_entropy")
         yield found(
-            "wrong-sign", "the training step", "backward began at minus the loss, and the loss of a fixed batch rises"
+            "wrong-sign",
+            "the training step",
+            "backward began at minus the loss, and the loss of a fixed batch rises",
+            severity="error" if known else "hint",
         )
 
 
@@ -517,11 +536,13 @@ def accumulation(experiment: Experiment) -> Iterator[Finding]:
         elif event == "step":
             used.append(pending)
             pending = 0
+        elif event == "zero_grad":
+            pending = 0
         elif event == "epoch" and pending and used and pending < max(used):
             following = events[place + 1 :]
             leaks += bool(following) and following[0] == "backward"
     window = max(used, default=0)
-    if leaks and window > 1:
+    if leaks and window > 1 and used.count(window) < len(used):  # a window may reach over the end of an epoch
         usual = k if k > 1 else min(used)  # the longest holds what an epoch has left over
         yield found(
             "accum-tail-dropped",
@@ -552,10 +573,13 @@ def averages(experiment: Experiment) -> Iterator[Finding]:
     buffers = [n for n, b in ema.named_buffers() if b.is_floating_point()] if module else []
     moved = list(seen.final.get("buffers", ()))
     if weights and seen.moved and all(n in still for n in weights):
+        other = not module and not set(weights) & set(experiment.subject.parameters)
         yield found(
             "ema-name-mismatch",
             _names(weights),
-            f"the model moved in {len(seen.updates)} updates, and no weight of the average changed a bit",
+            f"the model moved in {len(seen.updates)} updates, and no weight of the average changed a bit; "
+            + ("none of its names is one of the model's" if other else "it may be meant to begin later"),
+            severity="error" if other else "hint",
         )
     elif buffers and any(n in still and any(m.endswith(n) or n.endswith(m) for m in moved) for n in buffers):
         yield found(
