@@ -1,16 +1,19 @@
 """The command ``dxdy``."""
 
 import argparse
+import contextlib
+import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dxdy_nb.config import parse_assignments
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, suggestion
 
 if TYPE_CHECKING:
     from dxdy_nb.runs import lessons
@@ -68,6 +71,16 @@ def _parser() -> argparse.ArgumentParser:
     rest = argparse.REMAINDER
     watch.add_argument("-m", dest="module", nargs=rest, metavar="MODULE", help="a module instead of a script")
     watch.add_argument("script", nargs=rest, metavar="SCRIPT ...", help="the script and its arguments")
+
+    check = _command(
+        commands,
+        "check",
+        _check,
+        "diagnose what a function of yours returns: a dictionary of dx.diagnose's keywords",
+        "dxdy check package.module:make",
+    )
+    check.add_argument("target", metavar="MODULE:FUNCTION", help="looked for in the current directory first")
+    check.add_argument("--json", action="store_true", help="print the report as JSON")
 
     replay = _command(
         commands,
@@ -167,6 +180,52 @@ def _watch(options: argparse.Namespace) -> int:
         steps=options.steps,
         json_file=options.json,
     )
+
+
+def _check(options: argparse.Namespace) -> int:
+    with contextlib.redirect_stdout(sys.stderr):  # what the module prints is not the report
+        setup = _made(options.target)
+        from dxdy_nb.diagnosis.diagnose import diagnose
+
+        report = diagnose(**setup)
+    print(report.to_json() if options.json else report)
+    return FINE if report.healthy else PROBLEM
+
+
+def _made(target: str) -> dict[str, Any]:
+    """Return what ``make()`` of a target like ``package.module:make`` returns."""
+    module, _, name = target.partition(":")
+    if not name or module.endswith(".py") or not all(part.isidentifier() for part in module.split(".")):
+        raise DxdyError(f"check: expected a module and a function of it, like package.module:make; got {target!r}.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = vars(importlib.import_module(module))
+    except (Exception, SystemExit) as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module}.".startswith(f"{missing}."):
+            raise DxdyError(f"check: no module {missing!r} here. Start it where Python can import {module}.") from None
+        raise DxdyError(f"check: importing {module} raised {_in_a_line(error)}") from None
+    if not callable(make := found.get(name)):
+        names = [n for n, thing in found.items() if callable(thing) and not n.startswith("_")]
+        raise DxdyError(f"check: {module} has no function {name!r}.{suggestion(name, names) if names else ''}")
+    try:
+        setup = make()
+    except (Exception, SystemExit) as error:
+        raise DxdyError(f"check: {name}() raised {_in_a_line(error)}") from None
+    if not isinstance(setup, dict) or not all(isinstance(key, str) for key in setup):
+        raise DxdyError(
+            f"check: {name}() returns a dictionary of dx.diagnose's keywords, like {{'model': model, 'loader': "
+            f"loader, ...}}; got {type(setup).__name__}."
+        )
+    return setup
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Return an exception as one line: what it is, what it says, and the last line of the reader's that it passed."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).exists()]
+    frames = [f for f in frames[1:] if "site-packages" not in f.filename and f.name != "import_module"]
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
 def _replay(options: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch
 from dxdy_nb.diagnosis import backward, crash, data, forward, loss, reproduce, update
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, Report, ordered
+from dxdy_nb.diagnosis.repro import save
 from dxdy_nb.diagnosis.saw import saw
 from dxdy_nb.diagnosis.subject import NAMES, is_one_shot, preserved, subject_of
 from dxdy_nb.errors import DxdyError
@@ -67,7 +70,8 @@ def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit
     experiment = Experiment(subject, began + time_limit, steps)
     with preserved(subject), torch.enable_grad():
         experiment.observe()
-        return report_on(experiment)
+        report = report_on(experiment)
+    return replace(report, repro=partial(save, experiment, report.errors[0])) if report.errors else report
 
 
 def report_on(experiment: Experiment) -> Report:

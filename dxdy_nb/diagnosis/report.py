@@ -135,12 +135,15 @@ class Report:
         return json.dumps(state | {"unchecked": self.unchecked, "seconds": round(self.seconds, 1)}, indent=1)
 
     def save_repro(self, path: str | Path) -> Path:
-        """Write a script, and a file of tensors beside it, that reproduce the first error; return the script's path.
+        """Write a script that reproduces the first error, and two files beside it; return the script's path.
+
+        The script prints the evidence and runs the step. Batches, weights and optimizer state are in a .pt file, the
+        objects themselves, as they are now, in a pickle.
 
         Raises
         ------
         DxdyError
-            There is no error, or nothing of the step was kept.
+            There is no error; the step was not kept; something cannot be pickled, or the place not be written.
         """
         if not self.errors:
             raise DxdyError("save_repro: the report has no error, so there is nothing to reproduce.")
