@@ -1,11 +1,17 @@
 import random
+import time
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from dxdy_nb.diagnosis import observation
+from dxdy_nb.diagnosis.diagnose import diagnose
 from dxdy_nb.diagnosis.subject import is_one_shot, preserved, subject_of
+from dxdy_nb.diagnosis.watched import Judging
 from dxdy_nb.errors import DxdyError
 
 
@@ -103,3 +109,102 @@ def test_what_is_no_set_up_is_refused_with_words(given, words):
 def test_an_iterator_can_be_read_only_once():
     assert is_one_shot(iter([1]))
     assert not is_one_shot([1])
+
+
+class _Stream(IterableDataset):
+    def __iter__(self):
+        while True:
+            x = torch.randn(3)
+            yield x, x.sum(0, keepdim=True)
+
+
+def _set_up(**given):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return {"model": model, "loss_fn": nn.MSELoss(), "optimizer": optimizer} | given
+
+
+def test_a_stream_without_a_length_is_healthy():
+    assert diagnose(**_set_up(loader=DataLoader(_Stream(), 8)), time_limit=6).healthy
+
+
+def test_batches_without_tensors_are_told_apart():
+    def train_step(model, batch, optimizer, loss_fn, step):
+        x = torch.tensor(batch)
+        optimizer.zero_grad()
+        loss = loss_fn(model(x), x.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    assert diagnose(**_set_up(loader=torch.randn(8, 8, 3).tolist(), train_step=train_step)).healthy
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"loader": []}, "no batch came"),
+        ({}, "without a loader"),
+        ({"loader": [(torch.randn(4, 3), torch.randn(4, 1))], "optimizer": None}, "no optimizer was given"),
+    ],
+)
+def test_what_is_missing_is_said(given, words):
+    report = diagnose(**_set_up(**given))
+    assert words in str(report)
+    assert report.healthy == (given.get("loader") != [])
+
+
+def test_the_time_limit_holds_for_slow_steps():
+    def train_step(model, batch, optimizer, loss_fn, step):
+        time.sleep(0.4)
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    began = time.monotonic()
+    diagnose(**_set_up(loader=[(torch.randn(4, 3), torch.randn(4, 1))] * 4, train_step=train_step), time_limit=2)
+    assert time.monotonic() - began < 4
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    for given in ({"time_limit": "3"}, {"steps": 0}, {"batches": -1}):
+        with pytest.raises(DxdyError, match=next(iter(given))):
+            diagnose(**_set_up(loader=[]), **given)
+
+
+def _loop(model, optimizer, loss):
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss(model, torch.randn(4, 3)).backward()
+        optimizer.step()
+
+
+def test_an_error_of_ours_does_not_reach_the_loop(monkeypatch):
+    monkeypatch.setattr(observation, "_gradient", lambda p: 1 / 0)
+    model = nn.Linear(3, 1)
+    with Judging() as judging:
+        _loop(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, x: m(x).square().mean())
+    assert judging.report.healthy
+    assert "ZeroDivisionError" in str(judging.report.unchecked)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_losses_under_watch_can_be_scripted_and_mapped():
+    class Scored(nn.Module):
+        def forward(self, x):
+            return F.mse_loss(x, torch.zeros_like(x))
+
+    with Judging():
+        torch.jit.script(Scored())
+        torch.func.vmap(torch.func.grad(lambda x: F.mse_loss(x, x.detach() * 2)))(torch.ones(3, 2))
+
+
+def test_forwards_without_training_are_no_missing_backward():
+    model = nn.Linear(3, 1)
+    with Judging() as judging:
+        for (x,) in DataLoader(TensorDataset(torch.randn(32, 3)), 4):
+            model(x)
+    assert judging.report.healthy

@@ -16,6 +16,7 @@ from dxdy_nb.diagnosis.subject import preserved
 from dxdy_nb.errors import DxdyError
 
 FEW = 3  # updates in a row that make a habit of what could happen once
+SQUARED = 1.8e19  # the largest number whose square is a float32
 LOST = 1e-6  # of the last layer's gradient, each relative to its weights: five sigmoids take that much
 STEPS = 0.99  # of the elements do not feel a small change: a function that rounds
 LEAKS = 4  # graphs of earlier steps that are alive: one or two may be somebody's last loss
@@ -214,16 +215,19 @@ def exploding(experiment: Experiment) -> Iterator[Finding]:
         for update in step.updates:
             if update.scaled or "scale" in step.events:
                 return
-            bad = [n for n, s in update.parameters.items() if s.nonfinite]
             call = main_call(step)
             out = leading(call.output) if call is not None else None
-            if out is None or not bool(torch.isfinite(out).all()) or bool(torch.isfinite(out.square().sum())):
+            overflown = out is not None and bool(torch.isfinite(out).all()) and not bool(out.square().sum().isfinite())
+            bad = [n for n, s in update.parameters.items() if s.nonfinite and not math.isfinite(step.value)]
+            if bad and not overflown:
                 continue  # the output is not finite itself, or far from overflow: then the loss is what is wrong
-            if bad and not math.isfinite(step.value) and step.index == 0:
+            words = "not finite" if bad else "finite, but their squares are not,"
+            bad = bad or [n for n, s in update.parameters.items() if s.norm > SQUARED and not s.nonfinite]
+            if bad and step.index == 0:
                 yield found(
                     "exploding-gradients",
                     _names(bad),
-                    f"step {step.index}: loss {step.value:.4g}, gradients not finite before any update",
+                    f"step {step.index}: loss {step.value:.4g}, gradients {words} before any update",
                 )
                 return
 

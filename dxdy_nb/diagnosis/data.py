@@ -80,7 +80,7 @@ def interleaved(experiment: Experiment) -> Iterator[Finding]:
 
 def same_batch(experiment: Experiment) -> Iterator[Finding]:
     """The loader gives one batch again and again."""
-    batches = [tensors_in(batch) for batch, _, _ in experiment.epoch]
+    batches = [tensors for batch, _, _ in experiment.epoch if (tensors := tensors_in(batch))]
     keys = [step.key for step in experiment.seen.steps]
     if isinstance(experiment.subject.loader, DataLoader) and len(keys) >= 4 and len(set(keys)) == 1 < len(batches):
         yield found("same-batch-forever", "loader", f"all {len(keys)} steps had the same batch, bit for bit")
@@ -220,7 +220,8 @@ def stored_data_changes(experiment: Experiment) -> Iterator[Finding]:
         for _ in range(2):  # what is filled at the first pass, as a cache is, stays the same at the second
             before = [bits_of(t) for t in held]
             for _ in zip(range(64), batches_of(loader), strict=False):
-                pass
+                if experiment.left() < 0:
+                    raise OutOfTime
             changed = sum(bits_of(t) != bits for t, bits in zip(held, before, strict=True))
     if changed:
         yield found(

@@ -14,7 +14,7 @@ from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, Report, ordered
 from dxdy_nb.diagnosis.repro import save
 from dxdy_nb.diagnosis.saw import saw
-from dxdy_nb.diagnosis.subject import NAMES, is_one_shot, preserved, subject_of
+from dxdy_nb.diagnosis.subject import NAMES, is_one_shot, preserved, same_randomness, subject_of
 from dxdy_nb.errors import DxdyError
 
 TIME = 40.0  # seconds
@@ -58,6 +58,9 @@ def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit
     unknown = [name for name in given if name not in NAMES]
     if unknown:
         raise DxdyError(f"diagnose: unknown {', '.join(unknown)}. Known: {', '.join(NAMES)}.")
+    for name, value in (("batches", batches), ("steps", steps), ("time_limit", time_limit)):
+        if value is not None and not (isinstance(value, (int, float)) and value > 0):
+            raise DxdyError(f"diagnose: {name}= is a number above 0, got {value!r}.")
     began = time.monotonic()
     subject = subject_of(given)
     if subject.loader is not None and is_one_shot(subject.loader):
@@ -66,9 +69,11 @@ def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit
                 "diagnose: loader= is an iterator, and what is read from it is gone. Pass a DataLoader or a list, or "
                 "say how many batches may be used up: batches=8."
             )
-        object.__setattr__(subject, "loader", [batch for _, batch in zip(range(batches), subject.loader, strict=False)])
+        with same_randomness():
+            read = [batch for _, batch in zip(range(batches), subject.loader, strict=False)]
+        object.__setattr__(subject, "loader", read)
     experiment = Experiment(subject, began + time_limit, steps)
-    with preserved(subject), torch.enable_grad():
+    with torch.inference_mode(False), preserved(subject), torch.enable_grad():
         experiment.observe()
         report = report_on(experiment)
     return replace(report, repro=partial(save, experiment, report.errors[0])) if report.errors else report
@@ -84,7 +89,7 @@ def report_on(experiment: Experiment) -> Report:
 def judged(experiment: Experiment) -> tuple[list[Finding], list[str]]:
     """Return the findings of all rules, and what could not be checked."""
     findings: list[Finding] = []
-    unchecked: list[str] = []
+    missed: dict[str, list[str]] = {}  # why, and which rules
     with warnings.catch_warnings():
         # What torch has to say was recorded in the steps; where warnings are errors it would end the probes.
         warnings.simplefilter("ignore")
@@ -94,12 +99,13 @@ def judged(experiment: Experiment) -> tuple[list[Finding], list[str]]:
             except NotRepeatable:
                 continue  # said once, in the notes
             except OutOfTime:
-                unchecked.append(f"{_words(rule)}: no time was left")
+                missed.setdefault("no time was left", []).append(_words(rule))
             except Exception as error:
                 first = (str(error).strip().splitlines() or [""])[0]
                 own = isinstance(error, DxdyError)
-                unchecked.append(f"{_words(rule)}: " + (first if own else f"raised {type(error).__name__}: {first}"))
-    return findings, [*experiment.seen.notes, *unchecked]
+                missed.setdefault(first if own else f"raised {type(error).__name__}: {first}", []).append(_words(rule))
+    notes = dict.fromkeys(experiment.seen.notes)
+    return findings, [*notes, *(f"{', '.join(rules)}: {why}" for why, rules in missed.items())]
 
 
 def _words(rule: Rule) -> str:

@@ -149,6 +149,10 @@ class Observation:
         return [step.value for step in self.steps]
 
 
+# The innermost of torch.func's transforms that runs: its tensors hold no numbers outside it.
+_transform: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
+
+
 class _Marker:
     """Lives as long as the node of the graph that it is hung on."""
 
@@ -179,12 +183,13 @@ class Witness:
         self._held = 0
         self._loader = 0  # id of the one that the last batch came from
         self._trained_on: set[int] = set()
+        self._lost = False
         self._in_backward = self._in_scaler = self._scaling = self._unscaled = False
         self._roots: dict[int, weakref.ref[Tensor]] = {}  # tensors that backward began at, since gradients were cleared
         self._markers: list[weakref.ref[_Marker]] = []
         self._loss_values: list[float] = []
-        self._left: dict[str, Tensor] = {}  # weights as the last update left them
         self._first: dict[str, Tensor] = {}  # weights as the first update found them
+        self._left: dict[str, tuple[Tensor, Tensor]] = {}  # parameters, and weights as the last update left them
         self._at_update: dict[str, tuple[int, int]] = {}  # gradients that an update has used
         self._dirty: set[str] = set()
         self._reached: set[str] = set()  # since the last update
@@ -196,7 +201,19 @@ class Witness:
     @property
     def deaf(self) -> bool:
         """Whether enough was heard."""
-        return not self.driven and len(self.seen.steps) > self.most
+        return self._lost or _transform() is not None or (not self.driven and len(self.seen.steps) > self.most)
+
+    @contextmanager
+    def careful(self) -> Iterator[None]:
+        """Hear no more after an error inside, which is ours and no reason for anybody's loop to stop."""
+        try:
+            yield
+        except Exception as error:
+            if not self._lost:
+                self.seen.notes.append(f"nothing was heard from step {self.step.index} on: {error!r}")
+            self._lost = True
+            self.seen.steps = [step for step in self.seen.steps if step is not self.step]
+            self.step = Step(-1, 0, None)
 
     def begin(self, index: int, epoch: int, batch: Any) -> None:
         """Begin a step on a batch."""
@@ -269,10 +286,11 @@ class Witness:
     def _fetch(self, loader: int, batches: Iterator[Any]) -> Any:
         batch = next(batches)
         self._loader = loader
-        if not self.deaf:
-            if self.step.index >= 0:
-                self.end()
-            self.begin(len(self.seen.steps), self.seen.epochs, batch)
+        with self.careful():
+            if not self.deaf:
+                if self.step.index >= 0:
+                    self.end()
+                self.begin(len(self.seen.steps), self.seen.epochs, batch)
         return batch
 
     def forward(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -334,7 +352,8 @@ class Witness:
                 return loss_fn(*args, **kwargs)
             self.step.events.append("loss")
             result = loss_fn(*args, **kwargs)
-            self._note_loss(Call(loss_fn, args, kwargs, result, grad=torch.is_grad_enabled()))
+            with self.careful():
+                self._note_loss(Call(loss_fn, args, kwargs, result, grad=torch.is_grad_enabled()))
             return result
 
         return recorded
@@ -403,9 +422,9 @@ class Witness:
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         mine = {n: p for n, p in parameters.items() if id(p) in owned}
         outside = {}
-        for name, left in self._left.items():
+        for name, (owner, left) in self._left.items():
             p = parameters.get(name)
-            if p is not None and p.shape == left.shape and not equal(p.detach(), left):
+            if p is owner and p.shape == left.shape and not equal(p.detach(), left):
                 outside[name] = float((p.detach().double() - left.double()).abs().max())
         lrs = tuple(_number(group.get("lr", math.nan)) for group in optimizer.param_groups)
         seen = {n: _gradient(p) for n, p in mine.items()}
@@ -414,7 +433,8 @@ class Witness:
         dirty = tuple(n for n in mine if n in self._dirty and _any(mine[n].grad))
         for n, p in mine.items():
             self._first.setdefault(n, p.detach().clone())
-        undone = bool(outside) and self._way(parameters, outside) < BACK * self._way(self._left, outside)
+        before = {name: weights for name, (_, weights) in self._left.items()}
+        undone = bool(outside) and self._way(parameters, outside) < BACK * self._way(before, outside)
         update = Update(optimizer, lrs, seen, outside, undone, dirty, cleared, self.subject.model.training)
         update.scaled = self._scaling and not self._unscaled and not self._in_scaler
         self._before = {n: p.detach().clone() for n, p in mine.items()}
@@ -433,7 +453,7 @@ class Witness:
             p = parameters.get(name)
             if p is not None and p.shape == before.shape:
                 _movement(update.parameters[name], before, p.detach(), p.grad)
-                self._left[name] = p.detach().clone()
+                self._left[name] = p, p.detach().clone()
         self._at_update |= _versions({n: parameters[n] for n in self._before if n in parameters})
         self._dirty -= set(self._before)
         self._reached -= set(self._before)
@@ -528,7 +548,7 @@ def witnessing(witness: Witness) -> Iterator[Witness]:
         setattr(F, name, stand_in)
     error: BaseException | None = None
     try:
-        with listening(witness):
+        with listening(_Careful(witness)):
             yield witness
     except BaseException as raised:
         error = raised
@@ -537,7 +557,40 @@ def witnessing(witness: Witness) -> Iterator[Witness]:
         for name, original in originals.items():
             if getattr(F, name) is stand_ins[name]:
                 setattr(F, name, original)
-        witness.finish(error)
+        with witness.careful():
+            witness.finish(error)
+
+
+class _Careful:
+    """Tells a witness what a receiver is told, and keeps its errors away from the loop."""
+
+    given: frozenset[int] = frozenset()
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+        self.iterate, self.forked = witness.iterate, witness.forked
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def tell(*told: Any, **named: Any) -> Any:
+            with self._witness.careful():
+                around = getattr(self._witness, name)(*told, **named)
+                return around and self._around(around)
+
+        return tell
+
+    @contextmanager
+    def _around(self, around: Any) -> Iterator[None]:
+        careful = self._witness.careful
+        with careful():
+            around.__enter__()
+        try:
+            yield
+        except BaseException as error:
+            with careful():
+                around.__exit__(type(error), error, error.__traceback__)
+            raise
+        with careful():
+            around.__exit__(None, None, None)
 
 
 def _given(step: Step) -> Any:
@@ -558,6 +611,8 @@ def _heard(witness: Witness, original: Callable[..., Any]) -> Callable[..., Any]
         inside = torch.compiler.is_compiling() or inside_forward()  # a loss within a model is the model's own
         return original(*args, **kwargs) if inside else recorded(*args, **kwargs)
 
+    # What torch.jit.script looks for, to compile the original instead.
+    vars(stand_in).update(__script_if_tracing_wrapper=True, __original_fn=original)
     return stand_in
 
 
@@ -568,15 +623,15 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 def batch_key(batch: Any) -> int:
     """Return a number that is the same for batches with the same content."""
-    return hash(tuple(bits_of(t) for t in tensors_in(batch)))
+    return hash(tuple(bits_of(t) for t in tensors_in(batch)) or repr(batch))
 
 
 def bits_of(t: Tensor) -> int:
     """Return a hash of a tensor's content, bit by bit."""
     dense = t.detach().cpu()
-    return (
-        hash(dense.contiguous().flatten().view(torch.uint8).numpy().tobytes()) if dense.layout is torch.strided else 0
-    )
+    if dense.layout is not torch.strided:
+        return hash(repr(dense))
+    return hash(dense.contiguous().flatten().view(torch.uint8).numpy().tobytes())
 
 
 def _versions(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
@@ -606,13 +661,19 @@ def _strangers(root: Tensor, subject: Subject) -> tuple[tuple[int, ...], ...]:
 def _gradient(p: Tensor) -> Seen:
     if p.grad is None:
         return Seen(math.nan, False, False)
-    dense = (p.grad.to_dense() if p.grad.is_sparse else p.grad).detach()
+    dense = _real(p.grad)
     norm = float(torch.linalg.vector_norm(dense.float()))
     nonfinite = not math.isfinite(norm) and not bool(torch.isfinite(dense).all())
     return Seen(norm, nonfinite, False, float((dense != 0).float().mean()) if dense.numel() else 0.0)
 
 
+def _real(t: Tensor) -> Tensor:
+    dense = (t.to_dense() if t.is_sparse else t).detach()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
 def _movement(seen: Seen, before: Tensor, after: Tensor, grad: Tensor | None) -> None:
+    before, after = _real(before), _real(after)
     changed = before != after
     seen.moved = bool(changed.any())
     change = (after.float() - before.float()).flatten()
@@ -620,7 +681,7 @@ def _movement(seen: Seen, before: Tensor, after: Tensor, grad: Tensor | None) ->
     seen.weight = float(before.float().norm())
     seen.spoilt = bool(torch.isfinite(before).all()) and not bool(torch.isfinite(after).all())
     if grad is not None and not seen.nonfinite:
-        dense = (grad.to_dense() if grad.is_sparse else grad).float()
+        dense = _real(grad).float()
         if dense.shape == before.shape:
             seen.slope = float(change @ dense.flatten())
             pushed = dense != 0

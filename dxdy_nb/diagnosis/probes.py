@@ -104,11 +104,20 @@ class Experiment:
                 if index >= most or (index >= FEWEST and time.monotonic() - began > share):
                     return
             if not found:
+                self._none_came(epoch)
                 return
             self.seen.epochs += 1
             witness.step.events.append("epoch")
             if self.subject.on_epoch_end is not None and not self._epoch_end(witness):
                 return
+
+    def _none_came(self, epoch: int) -> None:
+        if self.subject.loader is None:
+            self.seen.notes.append("all stages: without a loader no step could be run")
+        elif epoch:
+            self.seen.notes.append("data: the loader can be read only once; it gave no batch in the next epoch")
+        elif self.seen.error is None:
+            self.seen.error, self.seen.error_place = DxdyError("no batch came: it is empty, or used up"), "loader"
 
     def _epoch_end(self, witness: Witness) -> bool:
         buffers = {n: b.detach().clone() for n, b in self.subject.model.named_buffers()}
@@ -123,9 +132,13 @@ class Experiment:
             witness.step.events.append("buffers")
         return True
 
+    def _given(self) -> Iterable[Any]:
+        # Not `or`: that asks for a length, which a stream has not.
+        return self.subject.loader if self.subject.loader is not None else ()
+
     def _batches(self) -> Iterator[Any]:
         try:
-            yield from batches_of(self.subject.loader)
+            yield from self._given()
         except Exception as error:
             self.seen.error, self.seen.error_place = error, "loader"
 
@@ -186,6 +199,8 @@ class Experiment:
             if prepare is not None:
                 prepare(self.subject)
             for index, given in enumerate(self._stream(steps, fixed)):
+                if self.left() < 0:
+                    raise OutOfTime
                 witness.begin(index, 0, given)
                 try:
                     value = self.train(batch(given) if batch else given, index, witness)
@@ -204,7 +219,7 @@ class Experiment:
             return
         while steps > 0:
             before = steps
-            for batch in batches_of(self.subject.loader):
+            for batch in self._given():
                 yield batch
                 steps -= 1
                 if steps <= 0:
@@ -227,6 +242,8 @@ class Experiment:
         """Inside the block the set-up is as it is after some real steps."""
         with preserved(self.subject):
             for index, batch in enumerate(self._stream(steps, fixed=False)):
+                if self.left() < 0:
+                    raise OutOfTime
                 self.train(batch, index)
             yield
 

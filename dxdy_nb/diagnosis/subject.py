@@ -104,18 +104,25 @@ def subject_of(given: Mapping[str, Any]) -> Subject:
     """
     model = given.get("model")
     if not isinstance(model, nn.Module):
-        raise DxdyError(f"diagnose: expected a torch.nn.Module as model=, got {type(model).__name__}.")
+        raise DxdyError(f"diagnose: expected a torch.nn.Module as model=, got {_words(model)}.")
     if any(is_lazy(p) for p in model.parameters()):
         raise DxdyError("diagnose: the model has weights without a shape. Call it once on a batch, then diagnose it.")
     if any(p.is_meta for p in model.parameters()):
         raise DxdyError("diagnose: the model is on the device 'meta', where tensors hold no numbers. Move it first.")
-    if (loss_fn := given.get("loss_fn")) is not None and not callable(loss_fn):
-        raise DxdyError(f"diagnose: loss_fn= is called as loss_fn(output, target); got {type(loss_fn).__name__}.")
+    if (loss_fn := given.get("loss_fn")) is not None and (not callable(loss_fn) or isinstance(loss_fn, type)):
+        raise DxdyError(f"diagnose: loss_fn= is called as loss_fn(output, target); got {_words(loss_fn)}.")
     optimizers = given.get("optimizers") or ()
-    optimizers = tuple(optimizers.values()) if isinstance(optimizers, Mapping) else tuple(optimizers)
+    optimizers = optimizers.values() if isinstance(optimizers, Mapping) else optimizers
+    optimizers = (optimizers,) if hasattr(optimizers, "param_groups") else tuple(optimizers)
     for optimizer in (*optimizers, *filter(None, [given.get("optimizer")])):
         if not hasattr(optimizer, "param_groups"):
-            raise DxdyError(f"diagnose: expected an optimizer, got {type(optimizer).__name__}.")
+            raise DxdyError(f"diagnose: expected an optimizer, got {_words(optimizer)}.")
+    for name in ("train_step", "on_epoch_end", "validate", "save", "resume"):
+        if not callable(given.get(name) or callable):
+            raise DxdyError(f"diagnose: expected a function as {name}=, got {_words(given[name])}.")
+    for name, kinds in (("ema_model", (nn.Module, dict)), ("best_state", (Mapping,))):
+        if not isinstance(given.get(name), (*kinds, type(None))):
+            raise DxdyError(f"diagnose: expected weights as {name}=, got {_words(given[name])}.")
     loader = given.get("loader")
     if loader is not None and not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
         raise DxdyError(f"diagnose: loader= gives batches in a for loop; got {type(loader).__name__}.")
@@ -127,6 +134,10 @@ def subject_of(given: Mapping[str, Any]) -> Subject:
 def batches_of(loader: Any) -> Iterable[Any]:
     """Return what a for loop reads, nothing without a loader; one without a length has no truth value."""
     return () if loader is None else loader
+
+
+def _words(value: Any) -> str:
+    return f"the class {value.__name__}: make one of it" if isinstance(value, type) else type(value).__name__
 
 
 def is_one_shot(loader: Any) -> bool:

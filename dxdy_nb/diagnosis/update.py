@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from dxdy_nb.diagnosis.backward import FEW, _names
+from dxdy_nb.diagnosis.backward import FEW, SQUARED, _names
 from dxdy_nb.diagnosis.observation import Update
 from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
 from dxdy_nb.diagnosis.report import Finding, Trial, found
@@ -26,6 +26,9 @@ PUSHED = 0.9  # share of elements that do not follow their gradient
 def no_update(experiment: Experiment) -> Iterator[Finding]:
     """Gradients are there, and no parameter moved."""
     seen, subject = experiment.seen, experiment.subject
+    if not subject.all_optimizers and subject.train_step is None:
+        seen.notes.append("update: no optimizer was given")
+        return
     backwards = [b for step in seen.steps for b in step.backwards]
     patience = max(FEW, subject.accumulation_steps)
     if seen.updates or seen.moved or len(backwards) <= patience or not any(b.reached for b in backwards):
@@ -92,7 +95,7 @@ def weights_stay(experiment: Experiment) -> Iterator[Finding]:
     share = 0.0
     for name, p in experiment.subject.parameters.items():
         rows = [(u.parameters[name], _lr_of(u, p)) for u in updates if name in u.parameters]
-        rows = [(s, lr) for s, lr in rows if s.norm > 0 and not s.nonfinite and lr > 0]
+        rows = [(s, lr) for s, lr in rows if 0 < s.norm < SQUARED and not s.nonfinite and lr > 0]
         if len(rows) < FEW:
             continue
         half = p.dtype in HALVES
@@ -442,7 +445,7 @@ def step_size(experiment: Experiment) -> Iterator[Finding]:
     diverges = len(finite(losses)) < SHORT or peak > RUNAWAY * abs(start)
     if not math.isfinite(start) or not (diverges or (rises >= SHORT - 3 and peak >= 10 * abs(start))):
         return
-    for factor in (0.1, 0.01, 0.001):
+    for factor in (0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6):
         smaller = experiment.again(SHORT, fixed=True, prepare=set_lr(factor))
         if (
             len(smaller) == SHORT

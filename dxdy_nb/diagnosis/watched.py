@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -57,9 +57,13 @@ def judge(witness: Witness, time_limit: float = TIME) -> Report:
     """Return the report on what a witness has heard."""
     seen = witness.seen
     if not seen.steps or not witness.initial:
-        return Report((), unchecked=("nothing trained here: no model ran with gradients",))
+        return Report((), unchecked=(*seen.notes, "nothing was heard of training: no model ran with gradients"))
+    if not (seen.updates or seen.moved or any(s.backwards or s.error for s in seen.steps)):
+        return Report((), unchecked=(*seen.notes, "nothing trained here: no backward, no optimizer step"))
     step = next((s for s in seen.steps if s.batch is not None and (s.losses or _own_loss(s) is not None)), None)
-    again = replayed(step, witness.subject.all_optimizers) if step is not None else None
+    again = None
+    with suppress(Exception):  # tensors of all kinds: nested, sparse
+        again = replayed(step, witness.subject.all_optimizers) if step is not None else None
     # Who trains on all data at once has one batch, not the same one again and again.
     batches = list({s.key: s.batch for s in seen.steps if s.batch is not None}.values())
     trained = [one for one in witness.loaders if not any(one is other for other in witness.held_out)]

@@ -166,7 +166,7 @@ def _fixed_costs(times: "pd.DataFrame", batches: "pd.Series[int]") -> Bottleneck
     working = times[["forward", "backward", "update", "other"]].sum(axis=1)
     usual = int(batches.median())
     whole, small = working[batches == usual], working[batches <= usual / 2]
-    if min(len(whole), len(small)) < FEW:
+    if min(len(whole), len(small)) < FEW or usual < 2:
         return None
     size = float(batches[batches <= usual / 2].median())
     slope = (whole.median() - small.median()) / (usual - size)
