@@ -408,7 +408,7 @@ with dx.watch(model, opt) as w:
     await dx.live(w).run(loop(model, opt, data.train))
 
 # %% [markdown]
-# Read the four panels in this order.
+# Read four of the panels in this order; the fifth says where the time goes.
 #
 # 1. *Loss*: from about ln 10 down by about three powers of ten. The axis is logarithmic.
 # 2. *Gradient norm*: it falls with the loss. A net that is right about a sample has little to correct.
