@@ -91,7 +91,7 @@ class Update:
     lrs: tuple[float, ...]
     parameters: dict[str, Seen]
     outside: dict[str, float]  # weights that changed since the update before, and by how much
-    undone: bool  # they are again about what they were at the first update
+    undone: bool  # they are again about what they were at the first update, or unlike any before
     dirty: tuple[str, ...]  # gradients that still hold those of an earlier update
     cleared: tuple[str, ...]  # gradients that a backward gave, and that were gone before this update
     training: bool = True
@@ -433,16 +433,14 @@ class Witness:
         dirty = tuple(n for n in mine if n in self._dirty and _any(mine[n].grad))
         for n, p in mine.items():
             self._first.setdefault(n, p.detach().clone())
-        before = {name: weights for name, (_, weights) in self._left.items()}
-        undone = bool(outside) and self._way(parameters, outside) < BACK * self._way(before, outside)
+        kept = {name: weights for name, (_, weights) in self._left.items()}
+        back, far = (_distance(outside, w, self._first) for w in (parameters, kept))
+        other = _distance(outside, parameters, kept) > _distance(outside, kept, {})  # weights made anew
+        undone = bool(outside) and (back < BACK * far or other)
         update = Update(optimizer, lrs, seen, outside, undone, dirty, cleared, self.subject.model.training)
         update.scaled = self._scaling and not self._unscaled and not self._in_scaler
         self._before = {n: p.detach().clone() for n, p in mine.items()}
         self.step.updates.append(update)
-
-    def _way(self, weights: Mapping[str, Tensor], names: Iterable[str]) -> float:
-        """Return how far some weights are from those of the first update."""
-        return math.hypot(*(float((weights[n].detach() - self._first[n]).norm()) for n in names if n in self._first))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note what the update did."""
@@ -656,6 +654,11 @@ def _strangers(root: Tensor, subject: Subject) -> tuple[tuple[int, ...], ...]:
             found.append(tuple(leaf.shape))
         todo += [child for child, _ in node.next_functions]
     return tuple(found)
+
+
+def _distance(names: Iterable[str], these: Mapping[str, Tensor], those: Mapping[str, Tensor]) -> float:
+    gaps = (these[n].detach() - those[n].detach() if n in those else these[n].detach() for n in names if n in these)
+    return math.hypot(*(float(gap.norm()) for gap in gaps))
 
 
 def _gradient(p: Tensor) -> Seen:

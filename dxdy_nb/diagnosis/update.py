@@ -152,7 +152,7 @@ def weights_changed_outside(experiment: Experiment) -> Iterator[Finding]:
     often = len(changed) > len(updates) / 2
     place, update = changed[0]
     size = max(update.outside.values())
-    lost = not often and (update.undone or any(_forgotten(experiment, u) for _, u in changed))
+    lost = not often and update.undone
     yield found(
         "weights-changed-every-step" if often else "weights-changed-outside",
         _names(update.outside),
@@ -160,13 +160,6 @@ def weights_changed_outside(experiment: Experiment) -> Iterator[Finding]:
         "from what the update before had left" + ("; what had been learned was gone" if lost else ""),
         severity="error" if lost else "hint",
     )
-
-
-def _forgotten(experiment: Experiment, update: Update) -> bool:
-    """Return whether the loss had fallen far, and stood at its first value again at an update."""
-    losses = experiment.seen.losses
-    here = next(i for i, step in enumerate(experiment.seen.steps) if any(u is update for u in step.updates))
-    return here > 1 and losses[0] > 0 and losses[here - 1] < losses[0] / 2 and losses[here] > 0.8 * losses[0]
 
 
 def lr_is_no_number(experiment: Experiment) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler, swa_utils
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
@@ -709,7 +710,7 @@ def update_by_hand():
 def pruned():
     """Masks keep half of the weights at zero; parameters are renamed by torch's pruning."""
     model = net()
-    nn.utils.prune.l1_unstructured(model[0], "weight", 0.5)
+    prune.l1_unstructured(model[0], "weight", 0.5)
     return usual(model=model)
 
 
