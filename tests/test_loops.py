@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import time
 import warnings
 import weakref
 
@@ -242,6 +243,9 @@ def alone():
     try:
         yield
     finally:
+        # gloo's thread lets go of its last work only while nobody holds the interpreter's lock; the group's end waits
+        # for that thread with the lock held: without a pause the two may wait for each other for ever.
+        time.sleep(0.3)
         torch.distributed.destroy_process_group()
 
 
