@@ -172,7 +172,8 @@ def neighbours_labels(seed: int) -> SetUp:
 )
 def first_batch_again(seed: int) -> SetUp:
     run = classifier(seed)
-    return run | {"loader": [next(iter(run["loader"]))] * 19}
+    first = next(iter(run["loader"]))
+    return run | {"loader": [[part.clone() for part in first] for _ in range(19)]}
 
 
 @patient(

@@ -76,6 +76,19 @@ def test_the_evidence_is_printed_and_the_step_runs(name, tmp_path):
     assert all(torch.equal(v, before[n]) for n, v in setup["model"].state_dict().items())
 
 
+def test_the_loss_is_that_of_the_usual_step_in_this_process(tmp_path):
+    given = set_up(batches(1, 1))
+    given["optimizer"] = torch.optim.SGD(given["model"].parameters(), lr=0.1, maximize=True)
+    report = dx.diagnose(**given)
+    assert report.errors[0].cause == "gradient-ascent"
+    state = torch.get_rng_state()
+    done = run(report.save_repro(tmp_path / "loss.py"))
+    torch.set_rng_state(state)
+    x, y = given["loader"][0]
+    loss = nn.functional.cross_entropy(given["model"](x), y)
+    assert done.stdout.splitlines()[-1] == f"step 0: loss {loss}"
+
+
 class Named(nn.Linear):
     def forward(self, input, labels):
         return super().forward(input)

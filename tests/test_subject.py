@@ -192,9 +192,26 @@ def test_an_error_of_ours_does_not_reach_the_loop(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_losses_under_watch_can_be_mapped():
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_losses_under_watch_can_be_scripted_and_mapped():
+    class Scored(nn.Module):
+        def forward(self, x):
+            return F.mse_loss(x, torch.zeros_like(x))
+
     with Judging():
+        torch.jit.script(Scored())
         torch.func.vmap(torch.func.grad(lambda x: F.mse_loss(x, x.detach() * 2)))(torch.ones(3, 2))
+
+
+def test_losses_are_torchs_own_again_whichever_watch_ends_first():
+    before = {name: value for name, value in vars(F).items() if callable(value)}
+    first, second = Judging(), Judging()
+    first.__enter__()
+    second.__enter__()
+    assert F.mse_loss is not before["mse_loss"]
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert {name: value for name, value in vars(F).items() if callable(value)} == before
 
 
 def test_forwards_without_training_are_no_missing_backward():

@@ -16,12 +16,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dxdy_nb.diagnosis.subject import Subject
 from dxdy_nb.observe.batches import Fetches
-from dxdy_nb.observe.hooks import inside_forward, listening
+from dxdy_nb.observe.hooks import listening
 
 BACK = 0.08  # of the way from the first weights that is left after somebody wrote: learning was undone
 KEPT = 6  # steps whose tensors are kept in any case; of later ones
@@ -304,7 +303,8 @@ class Witness:
                 self.begin(len(self.seen.steps), self.seen.epochs, None)
         if torch.is_grad_enabled():
             self._trained_on.add(self._loader)
-        self.step.events.append("loss" if self._is_loss(module) else "forward")
+        if not self._is_loss(module):
+            self.step.events.append("forward")
         self._rng = torch.get_rng_state()
 
     def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
@@ -348,17 +348,20 @@ class Witness:
 
         @functools.wraps(loss_fn)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            if self.deaf or torch.compiler.is_compiling():
-                return loss_fn(*args, **kwargs)
-            self.step.events.append("loss")
             result = loss_fn(*args, **kwargs)
-            with self.careful():
+            if not self.deaf and not torch.compiler.is_compiling():
                 self._note_loss(Call(loss_fn, args, kwargs, result, grad=torch.is_grad_enabled()))
             return result
 
         return recorded
 
+    def loss(self, function: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Note the loss of anybody's loop; in one that is driven the loss function is known."""
+        if not self.driven and not self.deaf and not self._in_backward:
+            self._note_loss(Call(function, inputs, named, output, grad=torch.is_grad_enabled()))
+
     def _note_loss(self, call: Call) -> None:
+        self.step.events.append("loss")
         self.step.losses.append(call)
         self._loss_values.append(_number(call.output))
 
@@ -534,16 +537,9 @@ def recording(subject: Subject) -> Iterator[Witness]:
         yield witness
 
 
-LOSSES = tuple(name for name in dir(F) if name.endswith(("_loss", "_entropy", "_with_logits")) or name == "kl_div")
-
-
 @contextmanager
 def witnessing(witness: Witness) -> Iterator[Witness]:
-    """Let a witness hear anybody's loop, the losses of ``torch.nn.functional`` included."""
-    originals = {name: getattr(F, name) for name in LOSSES if callable(getattr(F, name))}
-    stand_ins = {name: _heard(witness, original) for name, original in originals.items()}
-    for name, stand_in in stand_ins.items():
-        setattr(F, name, stand_in)
+    """Let a witness hear anybody's loop."""
     error: BaseException | None = None
     try:
         with listening(_Careful(witness)):
@@ -552,9 +548,6 @@ def witnessing(witness: Witness) -> Iterator[Witness]:
         error = raised
         raise
     finally:
-        for name, original in originals.items():
-            if getattr(F, name) is stand_ins[name]:
-                setattr(F, name, original)
         with witness.careful():
             witness.finish(error)
 
@@ -599,19 +592,6 @@ def _given(step: Step) -> Any:
     given += [t for loss in step.losses[-1:] for t in tensors_in((loss.args, loss.kwargs)) if t.grad_fn is None]
     found = {t.data_ptr(): t.detach() for t in given if t.data_ptr() not in known and t.dim()}
     return tuple(found.values()) or None
-
-
-def _heard(witness: Witness, original: Callable[..., Any]) -> Callable[..., Any]:
-    recorded = witness.wrapped_loss(original)
-
-    @functools.wraps(original)
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        inside = torch.compiler.is_compiling() or inside_forward()  # a loss within a model is the model's own
-        return original(*args, **kwargs) if inside else recorded(*args, **kwargs)
-
-    # What torch.jit.script looks for, to compile the original instead.
-    vars(stand_in).update(__script_if_tracing_wrapper=True, __original_fn=original)
-    return stand_in
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

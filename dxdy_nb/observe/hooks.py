@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
@@ -40,6 +41,9 @@ class Receiver(Protocol):
 
     def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Tell what came of the forward of an outermost module."""
+
+    def loss(self, function: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Tell what came of a loss of ``torch.nn.functional`` that was called outside of any module."""
 
     def backward(self, tensors: Any) -> Around:
         """Tell of a backward pass from these tensors."""
@@ -190,6 +194,9 @@ def _places() -> Iterator[tuple[Any, str, Callable[..., Callable[..., Any]]]]:
     # Tensor.backward looks this name up at every call, so one stand-in sees both ways of calling it.
     yield torch.autograd, "backward", _observed_backward
     yield DataLoader, "__iter__", _observed_iter
+    for name in dir(F):
+        if name.endswith(("_loss", "_entropy", "_with_logits")) or name == "kl_div":
+            yield F, name, _observed_loss
     yield GradScaler, "scale", _told(lambda r, scaler, *_, **__: r.scale(scaler))
     yield GradScaler, "unscale_", _told(lambda r, scaler, optimizer: r.unscale(scaler, optimizer))
     yield GradScaler, "step", _told(lambda r, scaler, optimizer, *_, **__: r.scaled_step(scaler, optimizer))
@@ -271,6 +278,23 @@ def _observed_forward(original: Callable[..., Any], here: _Set) -> Callable[...,
         finally:
             _depth.forward -= 1
 
+    return stand_in
+
+
+def _observed_loss(original: Callable[..., Any], here: _Set) -> Callable[..., Any]:
+    def stand_in(*inputs: Any, **named: Any) -> Any:
+        output = original(*inputs, **named)
+        if not torch.compiler.is_compiling() and not _depth.forward and here.receivers:
+            callback = _set_eval_frame(None)
+            try:
+                for receiver in tuple(here.receivers):
+                    receiver.loss(original, inputs, named, output)
+            finally:
+                _set_eval_frame(callback)
+        return output
+
+    # What torch.jit.script looks for, to compile the original instead.
+    vars(stand_in).update(__script_if_tracing_wrapper=True, __original_fn=original)
     return stand_in
 
 

@@ -129,6 +129,9 @@ class Recorder:
     def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Nothing to observe: outputs are no business of a row."""
 
+    def loss(self, function: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Nothing to observe: a row's loss is what backward begins at."""
+
     @contextmanager
     def backward(self, tensors: Any) -> Iterator[None]:
         """Observe a backward pass."""
