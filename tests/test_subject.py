@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+import dxdy_nb as dx
 from dxdy_nb.diagnosis import observation
 from dxdy_nb.diagnosis.diagnose import diagnose
 from dxdy_nb.diagnosis.subject import is_one_shot, preserved, subject_of
-from dxdy_nb.diagnosis.watched import Judging
 from dxdy_nb.errors import DxdyError
 
 
@@ -185,10 +185,11 @@ def _loop(model, optimizer, loss):
 def test_an_error_of_ours_does_not_reach_the_loop(monkeypatch):
     monkeypatch.setattr(observation, "_gradient", lambda p: 1 / 0)
     model = nn.Linear(3, 1)
-    with Judging() as judging:
+    with dx.watch() as w:
         _loop(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, x: m(x).square().mean())
-    assert judging.report.healthy
-    assert "ZeroDivisionError" in str(judging.report.unchecked)
+    report = w.diagnose()
+    assert report.healthy
+    assert "ZeroDivisionError" in str(report.unchecked)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -198,14 +199,14 @@ def test_losses_under_watch_can_be_scripted_and_mapped():
         def forward(self, x):
             return F.mse_loss(x, torch.zeros_like(x))
 
-    with Judging():
+    with dx.watch():
         torch.jit.script(Scored())
         torch.func.vmap(torch.func.grad(lambda x: F.mse_loss(x, x.detach() * 2)))(torch.ones(3, 2))
 
 
 def test_losses_are_torchs_own_again_whichever_watch_ends_first():
     before = {name: value for name, value in vars(F).items() if callable(value)}
-    first, second = Judging(), Judging()
+    first, second = dx.watch(), dx.watch()
     first.__enter__()
     second.__enter__()
     assert F.mse_loss is not before["mse_loss"]
@@ -216,7 +217,7 @@ def test_losses_are_torchs_own_again_whichever_watch_ends_first():
 
 def test_forwards_without_training_are_no_missing_backward():
     model = nn.Linear(3, 1)
-    with Judging() as judging:
+    with dx.watch() as w:
         for (x,) in DataLoader(TensorDataset(torch.randn(32, 3)), 4):
             model(x)
-    assert judging.report.healthy
+    assert w.diagnose().healthy

@@ -71,11 +71,12 @@ def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit
             )
         with same_randomness():
             read = [batch for _, batch in zip(range(batches), subject.loader, strict=False)]
-        object.__setattr__(subject, "loader", read)
+        subject = replace(subject, loader=read)
     experiment = Experiment(subject, began + time_limit, steps)
-    with torch.inference_mode(False), preserved(subject), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         experiment.observe()
-        report = report_on(experiment)
+        with preserved(subject):
+            report = replace(report_on(experiment), seconds=time.monotonic() - began)
     return replace(report, repro=partial(save, experiment, report.errors[0])) if report.errors else report
 
 

@@ -23,8 +23,8 @@ from dxdy_nb.observe.batches import Fetches
 from dxdy_nb.observe.hooks import listening
 
 BACK = 0.08  # of the way from the first weights that is left after somebody wrote: learning was undone
-KEPT = 6  # steps whose tensors are kept in any case; of later ones
-HELD = 32 * 2**20  # as long as batches take so many bytes
+KEPT = 2  # steps whose tensors are kept in any case; of later ones
+HELD = 64 * 2**20  # as long as these take so many bytes
 
 
 SHAPING = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute", "Clone", "T", "ToCopy")
@@ -187,7 +187,6 @@ class Witness:
         self._roots: dict[int, weakref.ref[Tensor]] = {}  # tensors that backward began at, since gradients were cleared
         self._markers: list[weakref.ref[_Marker]] = []
         self._loss_values: list[float] = []
-        self._first: dict[str, Tensor] = {}  # weights as the first update found them
         self._left: dict[str, tuple[Tensor, Tensor]] = {}  # parameters, and weights as the last update left them
         self._at_update: dict[str, tuple[int, int]] = {}  # gradients that an update has used
         self._dirty: set[str] = set()
@@ -229,7 +228,8 @@ class Witness:
         if step.batch is None and not self.driven:
             step.batch = _given(step)
             step.key = batch_key(step.batch)
-        self._held += sum(t.numel() * t.element_size() for t in tensors_in(step.batch))
+        called = [(call.args, call.kwargs, call.output) for call in (*step.calls, *step.losses)]
+        self._held += sum(t.numel() * t.element_size() for t in tensors_in((step.batch, called)))
         drop = step.index >= KEPT and step.error is None and self._held > HELD
         for call in (*step.calls, *step.losses):
             if drop:
@@ -434,15 +434,15 @@ class Witness:
         gone = self._reached | self._dropped
         cleared = tuple(n for n, s in seen.items() if n in gone and not s.norm > 0 and not s.nonfinite)
         dirty = tuple(n for n in mine if n in self._dirty and _any(mine[n].grad))
-        for n, p in mine.items():
-            self._first.setdefault(n, p.detach().clone())
         kept = {name: weights for name, (_, weights) in self._left.items()}
-        back, far = (_distance(outside, w, self._first) for w in (parameters, kept))
+        back, far = (_distance(outside, w, self.initial) for w in (parameters, kept))
         other = _distance(outside, parameters, kept) > _distance(outside, kept, {})  # weights made anew
         undone = bool(outside) and (back < BACK * far or other)
         update = Update(optimizer, lrs, seen, outside, undone, dirty, cleared, self.subject.model.training)
         update.scaled = self._scaling and not self._unscaled and not self._in_scaler
-        self._before = {n: p.detach().clone() for n, p in mine.items()}
+        # What the last update left is still there, unless somebody wrote: then nothing needs to be copied.
+        same = {n for n in mine if n in self._left and self._left[n][0] is mine[n]} - outside.keys()
+        self._before = {n: self._left[n][1] if n in same else p.detach().clone() for n, p in mine.items()}
         self.step.updates.append(update)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -454,7 +454,7 @@ class Witness:
             p = parameters.get(name)
             if p is not None and p.shape == before.shape:
                 _movement(update.parameters[name], before, p.detach(), p.grad)
-                self._left[name] = p, p.detach().clone()
+                self._left[name] = p, before.copy_(p.detach())
         self._at_update |= _versions({n: parameters[n] for n in self._before if n in parameters})
         self._dirty -= set(self._before)
         self._reached -= set(self._before)

@@ -65,6 +65,7 @@ class Experiment:
         with preserved(self.subject), recording(self.subject) as witness:
             self.seen = witness.seen
             before = {name: p.detach().clone() for name, p in self.subject.parameters.items()}
+            witness.initial = before
             buffers = {name: b.detach().clone() for name, b in self.subject.model.named_buffers()}
             ema = _values(self.subject.ema_model)
             hooks = {name: _hooks(p) for name, p in self.subject.parameters.items()}

@@ -2,55 +2,18 @@
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dxdy_nb.diagnosis.diagnose import TIME, report_on
-from dxdy_nb.diagnosis.observation import Call, Step, Witness, main_call, mapped, same_tensor, tensors_in, witnessing
+from dxdy_nb.diagnosis.observation import Call, Step, Witness, main_call, mapped, same_tensor, tensors_in
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable
 from dxdy_nb.diagnosis.report import Report
 from dxdy_nb.diagnosis.subject import Subject, TrainStep, is_one_shot, preserved
-
-
-class Judging:
-    """Hears whatever loop trains inside the ``with`` block; ``report`` is what is to be said of it afterwards.
-
-    Only the first steps are heard in detail, so a long run costs no more than a short one.
-
-    Examples
-    --------
-    >>> import torch
-    >>> model = torch.nn.Linear(2, 1)
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with Judging() as judging:
-    ...     for _ in range(4):
-    ...         loss = model(torch.ones(4, 2)).square().mean()
-    ...         loss.backward()
-    ...         optimizer.step()
-    >>> judging.report.stage
-    'backward'
-    """
-
-    def __init__(self, time_limit: float = TIME) -> None:
-        self._witness, self._time_limit = Witness(), time_limit
-        self._stack = ExitStack()
-        self.report = Report(())
-
-    def __enter__(self) -> Self:
-        self._stack.enter_context(witnessing(self._witness))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, where)
-        if self._witness.most >= 0:  # else this is a child of the process that was watched
-            self.report = judge(self._witness, self._time_limit)
 
 
 def judge(witness: Witness, time_limit: float = TIME) -> Report:

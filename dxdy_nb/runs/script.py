@@ -117,9 +117,12 @@ class _Recording:
         try:
             self._summary = summary(self._watch)
             self._recorder.result["metrics"] = self._summary.to_dict()
-            self.report = self._watch.diagnose()
         except Exception as error:
             self._say(f"no summary: {type(error).__name__}: {error}")
+        try:
+            self.report = self._watch.diagnose()
+        except Exception as error:
+            self._say(f"no report: {type(error).__name__}: {error}")
 
     def _tell(self, recorder: "Recorder", seen: "Summary", code: int) -> dict[str, Any]:
         """Say what was seen, and return it for programs."""
