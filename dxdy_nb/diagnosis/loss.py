@@ -373,7 +373,8 @@ def wrong_sign(experiment: Experiment) -> Iterator[Finding]:
                     f"on {climbs:.0%} of the samples going down the loss lowers the score of the true class",
                 )
         return
-    cosine = float(F.cosine_similarity(g.flatten().double(), reference.flatten().double(), dim=0))
+    a, b = (t.flatten() / t.abs().max().clamp_min(torch.finfo(t.dtype).tiny) for t in (g, reference))  # no underflow
+    cosine = float(a @ b) / max(float(a.norm()) * float(b.norm()), 1e-30)
     if cosine < -0.9:
         yield found(
             "wrong-sign",

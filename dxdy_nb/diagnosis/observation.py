@@ -168,7 +168,7 @@ class Witness:
 
     given: frozenset[int] = frozenset()
 
-    def __init__(self, subject: Subject | None = None, most: int = 24) -> None:
+    def __init__(self, subject: Subject | None = None, most: int = 24, held: int = HELD) -> None:
         self.driven = subject is not None
         self.subject = subject or Subject(nn.Module())
         self.most = most
@@ -179,7 +179,7 @@ class Witness:
         self.caught: list[Any] = []  # warnings
         self._models: list[nn.Module] = []
         self._rng: Tensor | None = None
-        self._held = 0
+        self._held, self._may_hold = 0, held
         self._loader = 0  # id of the one that the last batch came from
         self._trained_on: set[int] = set()
         self._lost = False
@@ -230,7 +230,7 @@ class Witness:
             step.key = batch_key(step.batch)
         called = [(call.args, call.kwargs, call.output) for call in (*step.calls, *step.losses)]
         self._held += sum(t.numel() * t.element_size() for t in tensors_in((step.batch, called)))
-        drop = step.index >= KEPT and step.error is None and self._held > HELD
+        drop = step.index >= KEPT and step.error is None and self._held > self._may_hold
         for call in (*step.calls, *step.losses):
             if drop:
                 call.args, call.kwargs, call.output = (), {}, None
@@ -528,9 +528,9 @@ class Witness:
 
 
 @contextmanager
-def recording(subject: Subject) -> Iterator[Witness]:
-    """Record what runs inside the block, and the warnings of it."""
-    witness = Witness(subject)
+def recording(subject: Subject, held: int = HELD) -> Iterator[Witness]:
+    """Record what runs inside the block, and the warnings of it; ``held`` bounds the bytes of tensors that are kept."""
+    witness = Witness(subject, held=held)
     with warnings.catch_warnings(record=True) as caught, listening(witness):
         warnings.simplefilter("always")
         witness.caught = caught

@@ -196,7 +196,7 @@ class Experiment:
         if self.left() < 0:
             raise OutOfTime
         losses: list[float] = []
-        with preserved(self.subject), recording(self.subject) as witness, torch.enable_grad():
+        with preserved(self.subject), recording(self.subject, held=0) as witness, torch.enable_grad():
             if prepare is not None:
                 prepare(self.subject)
             for index, given in enumerate(self._stream(steps, fixed)):
