@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ALL, HALF = "all", ("diagnosis", "observe")
 # The plan of the house aims at 6,000, half of it for these two. The package is over it: the bounds may only sink.
-LIMIT, LIMIT_HALF = 11_400, 7_300
+LIMIT, LIMIT_HALF = 11_400, 7_100
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dxdy_nb as dx
-from dxdy_nb.diagnosis import observation
+from dxdy_nb.diagnosis import witness
 from dxdy_nb.diagnosis.diagnose import diagnose
 from dxdy_nb.diagnosis.subject import is_one_shot, preserved, subject_of
 from dxdy_nb.errors import DxdyError
@@ -183,7 +183,7 @@ def _loop(model, optimizer, loss):
 
 
 def test_an_error_of_ours_does_not_reach_the_loop(monkeypatch):
-    monkeypatch.setattr(observation, "_gradient", lambda p: 1 / 0)
+    monkeypatch.setattr(witness, "_gradient", lambda p: 1 / 0)
     model = nn.Linear(3, 1)
     with dx.watch() as w:
         _loop(model, torch.optim.SGD(model.parameters(), 0.1), lambda m, x: m(x).square().mean())

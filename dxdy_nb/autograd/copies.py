@@ -5,7 +5,7 @@ import functools
 import inspect
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dxdy_nb.errors import DxdyError
+from dxdy_nb.nested import mapped
 
 
 @dataclass(frozen=True)
@@ -242,15 +243,12 @@ def _try_out(loss: Loss, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor]
 
 
 def _copied(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """Return copies of the tensors in nested tuples, lists and mappings; floats as ``dtype``."""
-    if isinstance(value, Tensor):
-        return value.detach().to(dtype if dtype and value.is_floating_point() else value.dtype, copy=True)
-    if isinstance(value, Mapping):
-        return {key: _copied(item, dtype) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [_copied(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    """Return copies of the tensors in a nested structure; floats as ``dtype``."""
+
+    def copied(t: Tensor) -> Tensor:
+        return t.detach().to(dtype if dtype and t.is_floating_point() else t.dtype, copy=True)
+
+    return mapped(value, copied)
 
 
 def second_order(loss: Loss) -> Loss:

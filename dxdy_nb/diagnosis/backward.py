@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.observation import Step, graph_nodes, leading, main_call
-from dxdy_nb.diagnosis.probes import Experiment, OutOfTime
-from dxdy_nb.diagnosis.report import Finding, found
+from dxdy_nb.diagnosis.observation import Step, leading, main_call
+from dxdy_nb.diagnosis.probes import FEW, Experiment, OutOfTime
+from dxdy_nb.diagnosis.reading import graph_nodes
+from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.subject import preserved
 from dxdy_nb.errors import DxdyError
 
-FEW = 3  # updates in a row that make a habit of what could happen once
 SQUARED = 1.8e19  # the largest number whose square is a float32
 LOST = 1e-6  # of the last layer's gradient, each relative to its weights: five sigmoids take that much
 STEPS = 0.99  # of the elements do not feel a small change: a function that rounds
@@ -55,7 +55,7 @@ def backward_twice(experiment: Experiment) -> Iterator[Finding]:
         yield found(
             "backward-twice",
             "the training step",
-            f"at steps {_few(twice)} backward ran again on the same tensor, gradients not cleared between: doubled",
+            f"at steps {listed(twice)} backward ran again on the same tensor, gradients not cleared between: doubled",
         )
 
 
@@ -68,7 +68,7 @@ def gradients_pile_up(experiment: Experiment) -> Iterator[Finding]:
         norms = [max((u.parameters[n].norm for n in u.dirty), default=0.0) for u in dirty]
         yield found(
             "zero-grad-missing",
-            _names(names),
+            listed(names),
             f"in {len(dirty)} of {len(updates)} updates the gradient still held that of the update before; largest "
             f"norm {norms[0]:.3g} → {norms[-1]:.3g}",
         )
@@ -81,7 +81,7 @@ def cleared_before_the_step(experiment: Experiment) -> Iterator[Finding]:
     if len(emptied) >= 2 and len(emptied) == len(updates):
         yield found(
             "zero-grad-after-backward",
-            _names(emptied[0].cleared),
+            listed(emptied[0].cleared),
             f"in {len(emptied)} of {len(updates)} updates the gradients were cleared between backward and step",
         )
 
@@ -111,8 +111,8 @@ def gradient_does_not_arrive(experiment: Experiment) -> Iterator[Finding]:
     if not lost and len(flat) > 1 and _depends(experiment, flat):
         yield found(
             "zeros-multiplied",
-            _names(flat),
-            f"{_names(flat)} are zero and stay zero: each one's gradient is a product with another of them; the loss "
+            listed(flat),
+            f"{listed(flat)} are zero and stay zero: each one's gradient is a product with another of them; the loss "
             "changes when all are moved at once",
         )
     for kind in ("None", "zero"):
@@ -149,13 +149,13 @@ def _cut_finding(experiment: Experiment, names: list[str], kind: str) -> Finding
     if warned and kind == "None":
         return found(
             "reentrant-checkpoint-no-grad",
-            _names(names),
-            f"{_names(names)}: no gradient in any update; torch warned that the checkpoint's inputs need none",
+            listed(names),
+            f"{listed(names)}: no gradient in any update; torch warned that the checkpoint's inputs need none",
         )
     return found(
         cause.get(operation, usual),
-        where or _names(names),
-        f"{_names(names)}: the loss changes with it, yet it has {gets} in every update"
+        where or listed(names),
+        f"{listed(names)}: the loss changes with it, yet it has {gets} in every update"
         + (f"; the graph is cut by {operation} at {where}" if where else ""),
     )
 
@@ -192,8 +192,8 @@ def nonfinite_gradient(experiment: Experiment) -> Iterator[Finding]:
                 function = _anomaly(experiment, step)
                 yield found(
                     "nan-gradient",
-                    function or _names(bad),
-                    f"step {step.index}: the loss is {step.value:.4g}, the gradient of {_names(bad)} is not finite"
+                    function or listed(bad),
+                    f"step {step.index}: the loss is {step.value:.4g}, the gradient of {listed(bad)} is not finite"
                     + (f"; {function} made it" if function else ""),
                 )
                 return
@@ -226,7 +226,7 @@ def exploding(experiment: Experiment) -> Iterator[Finding]:
             if bad and step.index == 0:
                 yield found(
                     "exploding-gradients",
-                    _names(bad),
+                    listed(bad),
                     f"step {step.index}: loss {step.value:.4g}, gradients {words} before any update",
                 )
                 return
@@ -331,8 +331,8 @@ def hooks_pile_up(experiment: Experiment) -> Iterator[Finding]:
     if names:
         yield found(
             "hook-added-each-step",
-            _names(names),
-            f"{_names(names)} gained {added[names[0]]} gradient hooks in {steps} steps",
+            listed(names),
+            f"{listed(names)} gained {added[names[0]]} gradient hooks in {steps} steps",
         )
 
 
@@ -373,15 +373,6 @@ def frozen_parts(experiment: Experiment) -> Iterator[Finding]:
                 name=f"{name!r}",
             )
             return
-
-
-def _few(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:4])) + (", …" if len(numbers) > 4 else "")
-
-
-def _names(names: object) -> str:
-    listed = list(names)  # type: ignore[call-overload]
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
 
 
 RULES = (

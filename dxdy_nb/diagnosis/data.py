@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from dxdy_nb.diagnosis.observation import bits_of, leading, mapped, tensors_in
+from dxdy_nb.diagnosis.observation import leading
 from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, Trial, found
+from dxdy_nb.diagnosis.sameness import bits_of
 from dxdy_nb.diagnosis.subject import batches_of, preserved, same_randomness
+from dxdy_nb.nested import mapped, tensors_in
 
 LONG = 40  # steps of a counterfactual
 SMALL = 16 * 2**20  # bytes of a tensor that is compared whole

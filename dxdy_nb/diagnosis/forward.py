@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dxdy_nb.diagnosis.backward import _names
-from dxdy_nb.diagnosis.loss import _last_operation
-from dxdy_nb.diagnosis.observation import graph_nodes, leading, same_tensor, tensors_in
+from dxdy_nb.diagnosis.observation import leading
 from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
-from dxdy_nb.diagnosis.report import Finding, found
+from dxdy_nb.diagnosis.reading import graph_nodes
+from dxdy_nb.diagnosis.report import Finding, found, listed
+from dxdy_nb.diagnosis.sameness import same_tensor
 from dxdy_nb.diagnosis.subject import preserved
+from dxdy_nb.nested import tensors_in
 
 NORMS = (nn.modules.batchnorm._BatchNorm,)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -196,7 +197,7 @@ def range_of_output(experiment: Experiment) -> Iterator[Finding]:
     if y is None or out is None or not y.is_floating_point() or y.shape != out.shape:
         return
     negative = float((y < 0).float().mean())
-    if negative > 0.2 and _last_operation(experiment) == "ReluBackward0":
+    if negative > 0.2 and experiment.last_operation == "Relu":
         yield found(
             "final-relu",
             "the last operation",
@@ -483,7 +484,7 @@ def clones(experiment: Experiment) -> Iterator[Finding]:
     if still:
         yield found(
             "symmetric-init",
-            _names(still),
+            listed(still),
             f"all {len(asked[still[0]])} rows of {still[0]} are equal at the start and after the steps: one unit, "
             "many times",
             name=f"{still[0]!r}",

@@ -8,28 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dxdy_nb.diagnosis.observation import leading, main_call, replaced, tensors_in
-from dxdy_nb.diagnosis.probes import Experiment, Reading
+from dxdy_nb.diagnosis.observation import leading, main_call
+from dxdy_nb.diagnosis.probes import Experiment
+from dxdy_nb.diagnosis.reading import Reading
 from dxdy_nb.diagnosis.report import Finding, found
+from dxdy_nb.diagnosis.sameness import replaced
 from dxdy_nb.diagnosis.subject import same_randomness
+from dxdy_nb.nested import tensors_in
 
 CLOSE = 1e-4
 PADDED = 0.1  # share of positions: fewer do not move the mean much
-PASSING = {
-    "ViewBackward0",
-    "UnsafeViewBackward0",
-    "SqueezeBackward0",
-    "SqueezeBackward1",
-    "UnsqueezeBackward0",
-    "ReshapeAliasBackward0",
-    "TransposeBackward0",
-    "PermuteBackward0",
-    "SelectBackward0",
-    "CloneBackward0",
-    "ToCopyBackward0",
-    "FlattenBackward0",
-    "TBackward0",
-}
 
 
 def _with_target(experiment: Experiment, y: Tensor) -> float:
@@ -109,22 +97,13 @@ def wrong_input(experiment: Experiment) -> Iterator[Finding]:
             "the output is non-negative and sums to 1 in every row, and cross_entropy takes the softmax of it again: "
             f"the loss cannot fall below {floor:.3g}",
         )
-    if reading.kind == "bce_logits" and _last_operation(experiment) == "SigmoidBackward0":
+    if reading.kind == "bce_logits" and experiment.last_operation == "Sigmoid":
         yield found(
             "sigmoid-then-bcelogits",
             "loss_fn",
             "the output comes from a sigmoid, and binary_cross_entropy_with_logits takes it again: probabilities stay "
             "between 0.5 and 0.73",
         )
-
-
-def _last_operation(experiment: Experiment) -> str:
-    """Return the operation that made the output, behind views and copies."""
-    out = leading(experiment.forward(grad=True))
-    node = out.grad_fn if out is not None else None
-    while node is not None and type(node).__name__ in PASSING:
-        node = node.next_functions[0][0]
-    return type(node).__name__ if node is not None else ""
 
 
 def impossible_arguments(experiment: Experiment) -> Iterator[Finding]:

@@ -2,7 +2,6 @@
 
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,28 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.observation import (
-    Call,
-    Observation,
-    Step,
-    Witness,
-    equal,
-    graph_nodes,
-    kind_of,
-    leading,
-    main_call,
-    mapped,
-    recording,
-    replaced,
-    same_tensor,
-    tensors_in,
-)
+from dxdy_nb.diagnosis.observation import Call, Observation, Step, leading, main_call, target_of
+from dxdy_nb.diagnosis.reading import Reading, last_operation, read_loss
+from dxdy_nb.diagnosis.sameness import equal, replaced, same_tensor
 from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved, same_randomness
+from dxdy_nb.diagnosis.witness import Witness, recording
 from dxdy_nb.errors import DxdyError
+from dxdy_nb.nested import mapped, tensors_in
 
 EPOCH_BYTES = 256 * 2**20  # of an epoch that are kept for reading
 FEWEST, MOST = 4, 24  # steps that are watched
 EPOCHS = 3
+FEW = 3  # updates in a row that make a habit of what could happen once
 
 
 class NotRepeatable(Exception):
@@ -271,6 +260,12 @@ class Experiment:
         return leading(self.call.output) if self.call is not None else None
 
     @cached_property
+    def last_operation(self) -> str:
+        """The operation that made the output, behind those that only hand it on."""
+        out = leading(self.forward(grad=True))
+        return last_operation(out) if out is not None else ""
+
+    @cached_property
     def target(self) -> Tensor | None:
         """What the first step's output was compared with."""
         return target_of(self.first) if self.first is not None else None
@@ -322,7 +317,7 @@ class Experiment:
                 yield batch, x, y
 
     @cached_property
-    def reading(self) -> "Reading | None":
+    def reading(self) -> Reading | None:
         """What the loss function does with the output, read from its own graph and gradient."""
         return read_loss(self)
 
@@ -355,72 +350,6 @@ class Experiment:
             return loss.module(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """The loss of the first step as a function of the output alone: its kind, and its gradient at the output."""
-
-    kind: str  # cross_entropy, soft_cross_entropy, nll, bce, bce_logits, mse, l1, kl_div, or "" for a formula
-    node: Any  # the operation it was read from
-    output: Tensor
-    value: float
-    gradient: Tensor | None
-    target: Tensor | None
-    direct: bool = True  # whether the output itself is what the loss is of
-
-    @property
-    def raw(self) -> bool:
-        """Whether the recognised loss was given the target itself, as far as its operation has kept it."""
-        own, y = getattr(self.node, "_saved_target", None), self.target
-        return own is None or (
-            y is not None and own.numel() == y.numel() and torch.equal(own.flatten().to(y.dtype), y.flatten())
-        )
-
-
-def _heard_of(experiment: Experiment, output: Tensor) -> Reading | None:
-    """Return the reading of a loss that was no function's result, as its own graph told it at backward."""
-    root = experiment.first.root if experiment.first is not None else None
-    if root is None or root.gradient is None or root.gradient.shape != output.shape:
-        return None
-    target = getattr(root.saved, "_saved_target", None)
-    return Reading(
-        root.kind, root.saved, output.detach(), root.value, root.gradient,
-        target if target is not None else experiment.target, root.direct,
-    )  # fmt: skip
-
-
-class _Divergence(torch.overrides.TorchFunctionMode):
-    """Notes what kl_div is given first: it leaves no operation of its own in the graph."""
-
-    given: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.kl_div and args:
-            self.given = args[0].detach()
-        return func(*args, **(kwargs or {}))
-
-
-def read_loss(experiment: Experiment) -> Reading | None:
-    """Return the reading of the first step's loss; None where the loss function was not seen at work."""
-    output = experiment.output
-    if output is None or not output.is_floating_point():
-        return None
-    leaf = output.detach().clone().requires_grad_()
-    divergence = _Divergence()
-    with torch.enable_grad(), warnings.catch_warnings(), divergence:
-        warnings.simplefilter("ignore")
-        loss = experiment.loss_of(leaf)
-    if loss is None or not torch.is_tensor(loss) or loss.numel() != 1:
-        return _heard_of(experiment, output)
-    if loss.grad_fn is None:
-        return Reading("", None, leaf, float(loss.detach()), None, experiment.target)
-    nodes = graph_nodes(loss)
-    kind, node = kind_of(nodes)
-    if divergence.given is not None:
-        kind, node = "kl_div", divergence
-    (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True, retain_graph=True)
-    return Reading(kind, node, leaf.detach(), float(loss.detach()), gradient, experiment.target)
-
-
 def usual_loss(model: nn.Module, loss_fn: Any, batch: Any) -> Tensor:
     """Return the loss of a batch in the usual forms: ``(x, y)``, a dictionary of keywords, or one tensor."""
     if isinstance(batch, dict) or hasattr(batch, "keys"):
@@ -437,18 +366,6 @@ def usual_loss(model: nn.Module, loss_fn: Any, batch: Any) -> Tensor:
     *inputs, target = batch
     output = model(*inputs)
     return loss_fn(output, target) if loss_fn is not None else output
-
-
-def target_of(step: Step) -> Tensor | None:
-    """Return the tensor that the loss compared the output with, or the batch's own last tensor."""
-    if step.losses:
-        outputs = [t for call in step.calls for t in tensors_in(call.output)]
-        for given in tensors_in((step.losses[-1].args[1:], step.losses[-1].kwargs)):
-            if not any(same_tensor(given, out) for out in outputs):
-                return given
-        return None
-    found = tensors_in(step.batch)
-    return found[-1] if len(found) > 1 else None
 
 
 def _hooks(p: Tensor) -> int:

@@ -4,7 +4,7 @@ import functools
 import html
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -69,6 +69,18 @@ class Finding:
             f"  {'check' if not place else '     '}  {line}" for place, line in enumerate(self.check.splitlines())
         ]
         return "\n".join(lines + ([f"  lesson {self.lesson}"] if self.lesson else []))
+
+
+def listed(names: Iterable[object], most: int = 3) -> str:
+    """Return names in a line, the first few of many.
+
+    Examples
+    --------
+    >>> listed("abcde")
+    'a, b, c and 2 more'
+    """
+    words = [str(name) for name in names]
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 @functools.cache

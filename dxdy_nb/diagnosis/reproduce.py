@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.backward import _names
-from dxdy_nb.diagnosis.observation import tensors_in
 from dxdy_nb.diagnosis.probes import Experiment
-from dxdy_nb.diagnosis.report import Finding, found
+from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.subject import batches_of, preserved
+from dxdy_nb.nested import tensors_in
 
 NORMS = (nn.modules.batchnorm._BatchNorm,)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -51,7 +50,7 @@ def evaluation_changes_buffers(experiment: Experiment) -> Iterator[Finding]:
     if changed or "buffers" in experiment.seen.events:
         yield found(
             "eval-updates-bn",
-            _names(changed) if changed else "on_epoch_end",
+            listed(changed) if changed else "on_epoch_end",
             "buffers changed during validation: the statistics that the model will use come from validation data",
             call="validate" if changed else "on_epoch_end",
         )
@@ -67,7 +66,7 @@ def best_state_is_live(experiment: Experiment) -> Iterator[Finding]:
     if shared:
         yield found(
             "best-state-aliased",
-            _names(shared),
+            listed(shared),
             f"{len(shared)} of {len(best)} tensors of best_state are the model's own memory",
         )
 
@@ -116,7 +115,7 @@ def _compared(state: Any, moments: Any, lrs: Any, position: Any, again: dict[str
     if other:
         yield found(
             "strict-false-loads-nothing" if len(other) == len(state) else "checkpoint-omits-frozen",
-            _names(other),
+            listed(other),
             f"{len(other)} of {len(state)} tensors of the model differ after save and resume",
         )
     optimizer = again.get("optimizer")
@@ -128,13 +127,13 @@ def _compared(state: Any, moments: Any, lrs: Any, position: Any, again: dict[str
     if moments and len(lost) == len(moments):
         yield found(
             "resume-no-optimizer-state",
-            _names(lost),
+            listed(lost),
             f"the optimizer held state for {len(moments)} parameters before, and for none after resuming",
         )
     elif swapped:
         yield found(
             "resume-param-order-swapped",
-            _names(swapped),
+            listed(swapped),
             f"{len(swapped)} of {len(moments)} parameters have another's optimizer state after resuming",
         )
     new_lrs = _lrs(optimizer)

@@ -2,8 +2,8 @@
 
 import torch
 
-from dxdy_nb.diagnosis.observation import tensors_in
 from dxdy_nb.diagnosis.probes import Experiment
+from dxdy_nb.nested import tensors_in
 
 
 def saw(experiment: Experiment) -> dict[str, str]:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from dxdy_nb.diagnosis.backward import FEW, SQUARED, _names
+from dxdy_nb.diagnosis.backward import SQUARED
 from dxdy_nb.diagnosis.observation import Update
-from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
-from dxdy_nb.diagnosis.report import Finding, Trial, found
+from dxdy_nb.diagnosis.probes import FEW, Experiment, finite, set_lr
+from dxdy_nb.diagnosis.report import Finding, Trial, found, listed
 
 SHORT, LONG = 8, 40  # steps of a counterfactual
 CRUSHING = 0.01  # of every weight, at each step: half of it is gone after 70
@@ -61,15 +61,15 @@ def stale_optimizer(experiment: Experiment) -> Iterator[Finding]:
     if alike:
         yield found(
             "optimizer-stale-head",
-            _names(missing),
-            f"the optimizer holds {len(strangers)} tensors that are not in the model; {_names(missing)} get gradients "
+            listed(missing),
+            f"the optimizer holds {len(strangers)} tensors that are not in the model; {listed(missing)} get gradients "
             "and belong to no optimizer",
         )
     elif missing:
         yield found(
             "not-in-optimizer",
-            _names(missing),
-            f"{_names(missing)} get gradients and belong to no optimizer",
+            listed(missing),
+            f"{listed(missing)} get gradients and belong to no optimizer",
             severity="hint",
         )
 
@@ -112,8 +112,8 @@ def weights_stay(experiment: Experiment) -> Iterator[Finding]:
         dtype = experiment.subject.parameters[names[0]].dtype
         yield found(
             "bf16-params-stuck" if half else "update-on-a-copy",
-            _names(names),
-            f"{_names(names)} ({dtype}): "
+            listed(names),
+            f"{listed(names)} ({dtype}): "
             + (
                 f"{share:.0%} of the elements that have a gradient did not change: the step is below half a unit in "
                 "the last place"
@@ -155,7 +155,7 @@ def weights_changed_outside(experiment: Experiment) -> Iterator[Finding]:
     lost = not often and update.undone
     yield found(
         "weights-changed-every-step" if often else "weights-changed-outside",
-        _names(update.outside),
+        listed(update.outside),
         f"before update {place} (and {len(changed) - 1} more of {len(updates)}) weights differed by up to {size:.3g} "
         "from what the update before had left" + ("; what had been learned was gone" if lost else ""),
         severity="error" if lost else "hint",
@@ -345,8 +345,8 @@ def halves(experiment: Experiment) -> Iterator[Finding]:
         half = parameters[bad[0]].dtype is torch.float16 and eps is not None and float(torch.tensor(eps).half()) == 0
         yield found(
             "fp16-adam-eps" if half else "update-not-finite",
-            _names(bad),
-            f"update {place}: finite gradients, and {_names(bad)} hold values that are not finite after it"
+            listed(bad),
+            f"update {place}: finite gradients, and {listed(bad)} hold values that are not finite after it"
             + (f"; eps={eps} is 0 in float16" if half else ""),
         )
         return
@@ -572,7 +572,7 @@ def averages(experiment: Experiment) -> Iterator[Finding]:
         other = not module and not set(weights) & set(experiment.subject.parameters)
         yield found(
             "ema-name-mismatch",
-            _names(weights),
+            listed(weights),
             f"the model moved in {len(seen.updates)} updates, and no weight of the average changed a bit; "
             + ("none of its names is one of the model's" if other else "it may be meant to begin later"),
             severity="error" if other else "hint",
@@ -580,7 +580,7 @@ def averages(experiment: Experiment) -> Iterator[Finding]:
     elif buffers and any(n in still and any(m.endswith(n) or n.endswith(m) for m in moved) for n in buffers):
         yield found(
             "ema-buffers-stale",
-            _names([n for n in buffers if n in still]),
+            listed([n for n in buffers if n in still]),
             "the model's buffers moved, those of the average stayed at their first values",
         )
 
@@ -620,8 +620,8 @@ def decay(experiment: Experiment) -> Iterator[Finding]:
     if zero:
         yield found(
             "frozen-still-decays",
-            _names(zero),
-            f"the gradient of {_names(zero)} is exactly zero at every update, and it moves",
+            listed(zero),
+            f"the gradient of {listed(zero)} is exactly zero at every update, and it moves",
             severity="hint",
         )
     for optimizer in subject.all_optimizers:
@@ -644,7 +644,7 @@ def decay(experiment: Experiment) -> Iterator[Finding]:
         if decayed:
             yield found(
                 "weight-decay-on-norm",
-                _names(dict.fromkeys(decayed)),
+                listed(dict.fromkeys(decayed)),
                 "the groups are split by weight decay, and norm layers stand in a group that decays",
                 severity="hint",
             )

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from dxdy_nb.diagnosis.diagnose import TIME, report_on
-from dxdy_nb.diagnosis.observation import Call, Step, Witness, main_call, mapped, same_tensor, tensors_in
+from dxdy_nb.diagnosis.observation import Call, Step, main_call
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable
 from dxdy_nb.diagnosis.report import Report
+from dxdy_nb.diagnosis.sameness import same_tensor
 from dxdy_nb.diagnosis.subject import Subject, TrainStep, is_one_shot, preserved
+from dxdy_nb.diagnosis.witness import Witness
+from dxdy_nb.nested import mapped, tensors_in
 
 
 def judge(witness: Witness, time_limit: float = TIME) -> Report:

@@ -22,8 +22,8 @@ from dxdy_nb.observe.trace import Trace, TraceWriter
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dxdy_nb.diagnosis.observation import Witness
     from dxdy_nb.diagnosis.report import Report
+    from dxdy_nb.diagnosis.witness import Witness
 
 
 def watch(
@@ -122,7 +122,7 @@ class Watch:
         writer = TraceWriter(self._found.layout, self.out)
         self._recorder = Recorder(self._found, writer, self.budget, **self._more)
         if self._wants_witness:
-            from dxdy_nb.diagnosis.observation import Witness, witnessing
+            from dxdy_nb.diagnosis.witness import Witness, witnessing
 
             self._witness = self._cleanup.enter_context(witnessing(Witness()))
         self._cleanup.enter_context(listening(self._recorder))

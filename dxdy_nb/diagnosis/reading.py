@@ -1,0 +1,132 @@
+"""What a loss does with the model's output, read from the graph between the two."""
+
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dxdy_nb.autograd.formulas import RESHAPING
+from dxdy_nb.autograd.graph import operation_of
+
+if TYPE_CHECKING:
+    from dxdy_nb.diagnosis.probes import Experiment
+
+
+# The operations that torch's losses end in, and what they are called.
+KINDS = {
+    "NllLossBackward0": "nll",
+    "NllLoss2DBackward0": "nll",
+    "BinaryCrossEntropyWithLogitsBackward0": "bce_logits",
+    "BinaryCrossEntropyBackward0": "bce",
+    "MseLossBackward0": "mse",
+    "SmoothL1LossBackward0": "l1",
+    "HuberLossBackward0": "l1",
+}
+
+
+def kind_of(nodes: list[Any]) -> tuple[str, Any]:
+    """Return what a loss is, from the operations behind it, and the operation that tells."""
+    node = next((n for n in nodes if type(n).__name__ in KINDS), None)
+    kind = KINDS.get(type(node).__name__, "")
+    names = {type(n).__name__ for n in nodes}
+    if kind == "nll" and "LogSoftmaxBackward0" in names:
+        kind = "cross_entropy"
+    elif not kind and "LogSoftmaxBackward0" in names:
+        kind = "soft_cross_entropy"
+    elif not kind and "AbsBackward0" in names and names <= {"AbsBackward0", "SubBackward0", "MeanBackward0"}:
+        kind = "l1"
+    return kind, node
+
+
+def graph_nodes(tensor: Tensor, end: Any = None) -> list[Any]:
+    """Return the nodes of the graph behind a tensor, from it on, breadth first, as far as ``end``."""
+    seen, order, todo = {end}, [], [tensor.grad_fn]
+    while todo:
+        node = todo.pop(0)
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        order.append(node)
+        todo += [child for child, _ in node.next_functions]
+    return order
+
+
+def is_shaping(node: Any) -> bool:
+    """Return whether an operation only hands its values on, in another shape, place or dtype."""
+    return operation_of(node.__class__) in RESHAPING | {"Clone", "ToCopy", "Select"}
+
+
+def last_operation(output: Tensor) -> str:
+    """Return the operation that made a tensor, behind those that only hand it on; "" for a leaf."""
+    node = output.grad_fn
+    while node is not None and is_shaping(node):
+        node = node.next_functions[0][0]
+    return "" if node is None else operation_of(node.__class__)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The loss of the first step as a function of the output alone: its kind, and its gradient at the output."""
+
+    kind: str  # cross_entropy, soft_cross_entropy, nll, bce, bce_logits, mse, l1, kl_div, or "" for a formula
+    node: Any  # the operation it was read from
+    output: Tensor
+    value: float
+    gradient: Tensor | None
+    target: Tensor | None
+    direct: bool = True  # whether the output itself is what the loss is of
+
+    @property
+    def raw(self) -> bool:
+        """Whether the recognised loss was given the target itself, as far as its operation has kept it."""
+        own, y = getattr(self.node, "_saved_target", None), self.target
+        return own is None or (
+            y is not None and own.numel() == y.numel() and torch.equal(own.flatten().to(y.dtype), y.flatten())
+        )
+
+
+def _heard_of(experiment: "Experiment", output: Tensor) -> Reading | None:
+    """Return the reading of a loss that was no function's result, as its own graph told it at backward."""
+    root = experiment.first.root if experiment.first is not None else None
+    if root is None or root.gradient is None or root.gradient.shape != output.shape:
+        return None
+    target = getattr(root.saved, "_saved_target", None)
+    return Reading(
+        root.kind, root.saved, output.detach(), root.value, root.gradient,
+        target if target is not None else experiment.target, root.direct,
+    )  # fmt: skip
+
+
+class _Divergence(torch.overrides.TorchFunctionMode):
+    """Notes what kl_div is given first: it leaves no operation of its own in the graph."""
+
+    given: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.kl_div and args:
+            self.given = args[0].detach()
+        return func(*args, **(kwargs or {}))
+
+
+def read_loss(experiment: "Experiment") -> Reading | None:
+    """Return the reading of the first step's loss; None where the loss function was not seen at work."""
+    output = experiment.output
+    if output is None or not output.is_floating_point():
+        return None
+    leaf = output.detach().clone().requires_grad_()
+    divergence = _Divergence()
+    with torch.enable_grad(), warnings.catch_warnings(), divergence:
+        warnings.simplefilter("ignore")
+        loss = experiment.loss_of(leaf)
+    if loss is None or not torch.is_tensor(loss) or loss.numel() != 1:
+        return _heard_of(experiment, output)
+    if loss.grad_fn is None:
+        return Reading("", None, leaf, float(loss.detach()), None, experiment.target)
+    nodes = graph_nodes(loss)
+    kind, node = kind_of(nodes)
+    if divergence.given is not None:
+        kind, node = "kl_div", divergence
+    (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True, retain_graph=True)
+    return Reading(kind, node, leaf.detach(), float(loss.detach()), gradient, experiment.target)

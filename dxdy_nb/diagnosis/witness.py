@@ -1,0 +1,542 @@
+"""Hears of a loop through ``observe.hooks``, and takes notes of its objects."""
+
+import functools
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dxdy_nb.diagnosis.observation import Backward, Call, Observation, Root, Seen, Step, Update, leading, main_call
+from dxdy_nb.diagnosis.reading import graph_nodes, is_shaping, kind_of
+from dxdy_nb.diagnosis.sameness import batch_key, equal
+from dxdy_nb.diagnosis.subject import Subject
+from dxdy_nb.nested import detached, tensors_in
+from dxdy_nb.observe.batches import Fetches
+from dxdy_nb.observe.hooks import listening
+
+BACK = 0.08  # of the way from the first weights that is left after somebody wrote: learning was undone
+
+
+KEPT = 2  # steps whose tensors are kept in any case; of later ones
+
+
+HELD = 64 * 2**20  # as long as these take so many bytes
+
+
+# The innermost of torch.func's transforms that runs: its tensors hold no numbers outside it.
+_transform: Callable[[], Any] = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None)
+
+
+class _Marker:
+    """Lives as long as the node of the graph that it is hung on."""
+
+    def __call__(self, *gradients: Any) -> None:
+        return None
+
+
+class Witness:
+    """Hears of a loop through ``observe.hooks`` and takes notes of its objects; it changes none of them.
+
+    In a loop that ``diagnose`` drives, each step is begun and ended by it. In anybody's loop a step begins with a batch
+    from a loader, and ``subject`` grows with what is seen: the models that run, the optimizers that step.
+    """
+
+    given: frozenset[int] = frozenset()
+
+    def __init__(self, subject: Subject | None = None, most: int = 24, held: int = HELD) -> None:
+        self.driven = subject is not None
+        self.subject = subject or Subject(nn.Module())
+        self.most = most
+        self.seen = Observation()
+        self.step = Step(-1, 0, None)
+        self.initial: dict[str, Tensor] = {}  # weights when each model was first seen
+        self._loaders: list[weakref.ref[Any]] = []  # weakly: what the loop lets go of must go
+        self.caught: list[Any] = []  # warnings
+        self._models: list[nn.Module] = []
+        self._rng: Tensor | None = None
+        self._held, self._may_hold = 0, held
+        self._loader = 0  # id of the one that the last batch came from
+        self._trained_on: set[int] = set()
+        self._lost = False
+        self._in_backward = self._in_scaler = self._scaling = self._unscaled = False
+        self._roots: dict[int, weakref.ref[Tensor]] = {}  # tensors that backward began at, since gradients were cleared
+        self._markers: list[weakref.ref[_Marker]] = []
+        self._loss_values: list[float] = []
+        self._left: dict[str, tuple[Tensor, Tensor]] = {}  # parameters, and weights as the last update left them
+        self._at_update: dict[str, tuple[int, int]] = {}  # gradients that an update has used
+        self._dirty: set[str] = set()
+        self._reached: set[str] = set()  # since the last update
+        self._dropped: set[str] = set()  # likewise, and cleared again
+        self._before: dict[str, Tensor] = {}
+
+    # ---- steps ----
+
+    @property
+    def deaf(self) -> bool:
+        """Whether enough was heard."""
+        return self._lost or _transform() is not None or (not self.driven and len(self.seen.steps) > self.most)
+
+    @contextmanager
+    def careful(self) -> Iterator[None]:
+        """Hear no more after an error inside, which is ours and no reason for anybody's loop to stop."""
+        try:
+            yield
+        except Exception as error:
+            if not self._lost:
+                self.seen.notes.append(f"nothing was heard from step {self.step.index} on: {error!r}")
+            self._lost = True
+            self.seen.steps = [step for step in self.seen.steps if step is not self.step]
+            self.step = Step(-1, 0, None)
+
+    def begin(self, index: int, epoch: int, batch: Any) -> None:
+        """Begin a step on a batch."""
+        self.step = Step(index, epoch, batch)
+        self.step.key = batch_key(batch)
+        self.seen.steps.append(self.step)
+        self._loss_values = []
+
+    def end(self, value: Any = None) -> None:
+        """End the step; ``value`` is what the training step returned."""
+        step = self.step
+        candidates = [_number(value), *(b.value for b in step.backwards[-1:]), *self._loss_values[-1:]]
+        step.value = next((v for v in candidates if not math.isnan(v)), math.nan)
+        if step.batch is None and not self.driven:
+            step.batch = _given(step)
+            step.key = batch_key(step.batch)
+        called = [(call.args, call.kwargs, call.output) for call in (*step.calls, *step.losses)]
+        self._held += sum(t.numel() * t.element_size() for t in tensors_in((step.batch, called)))
+        drop = step.index >= KEPT and step.error is None and self._held > self._may_hold
+        for call in (*step.calls, *step.losses):
+            if drop:
+                call.args, call.kwargs, call.output = (), {}, None
+            call.args, call.kwargs, call.output = map(detached, (call.args, call.kwargs, call.output))
+        if drop:
+            step.batch = None
+        step.graphs = sum(marker() is not None for marker in self._markers[:-2])
+
+    @property
+    def window(self) -> int:
+        """The most backward calls that an update waited for."""
+        counts, count = [0], 0
+        for event in self.seen.events:
+            count = count + 1 if event == "backward" else 0 if event == "step" else count
+            counts.append(count)
+        return 1 if "dropped" in self.seen.events else max(counts)
+
+    @property
+    def loaders(self) -> list[Any]:
+        """The loaders that are still there."""
+        return [loader for known in self._loaders if (loader := known()) is not None]
+
+    @property
+    def held_out(self) -> list[Any]:
+        """The loaders whose batches no training step used."""
+        return [loader for loader in self.loaders if id(loader) not in self._trained_on]
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End what was under way in anybody's loop; steps without a training forward were a validation's."""
+        if self.step.index >= 0:
+            self.step.error = error if isinstance(error, Exception) else None
+            self.end()
+        training = [s for s in self.seen.steps if s.backwards or s.updates or s.error or any(c.grad for c in s.calls)]
+        self.seen.steps = training[: self.most]
+        now = self.subject.parameters
+        self.seen.moved = {n for n, p in self.initial.items() if n in now and not torch.equal(p, now[n].detach())}
+        self._left, self._before = {}, {}
+
+    # ---- what the hooks tell: each method returns what is entered before the call and left after it ----
+
+    def iterate(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Begin a step with each batch of a loop that nobody drives."""
+        if self.driven or self.deaf:
+            return begin()
+        if any(loader is known() for known in self._loaders):
+            self.step.events.append("epoch")
+            self.seen.epochs += 1
+        else:
+            self._loaders.append(weakref.ref(loader))
+        return Fetches(begin(), functools.partial(self._fetch, id(loader)))
+
+    def _fetch(self, loader: int, batches: Iterator[Any]) -> Any:
+        batch = next(batches)
+        self._loader = loader
+        with self.careful():
+            if not self.deaf:
+                if self.step.index >= 0:
+                    self.end()
+                self.begin(len(self.seen.steps), self.seen.epochs, batch)
+        return batch
+
+    def forward(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Note that an outermost module is called."""
+        if self.deaf or self._in_backward:
+            return
+        if not self.driven:
+            self._meet(module)
+            if self.step.batch is None and self.step.updates and torch.is_grad_enabled():
+                self.end()
+                self.begin(len(self.seen.steps), self.seen.epochs, None)
+        if torch.is_grad_enabled():
+            self._trained_on.add(self._loader)
+        if not self._is_loss(module):
+            self.step.events.append("forward")
+        self._rng = torch.get_rng_state()
+
+    def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Note what it was given and what came out."""
+        if self.deaf or self._in_backward:
+            return
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        call = Call(module, inputs, named, output, module.training, torch.is_grad_enabled(), dtype, self._rng)
+        if self._is_loss(module):
+            self._note_loss(call)
+        else:
+            self.step.calls.append(call)
+
+    def _meet(self, module: nn.Module) -> None:
+        """Make a module that was seen for the first time part of the subject."""
+        if any(module is m for m in self._models) or not any(True for _ in module.parameters()):
+            return
+        if self._is_loss(module):
+            return
+        self._models.append(module)
+        names = [type(m).__name__ for m in self._models]
+        whole = (
+            module
+            if len(self._models) == 1
+            else nn.ModuleDict(
+                {f"{name}{place or ''}": m for place, (name, m) in enumerate(zip(names, self._models, strict=True))}
+            )
+        )
+        self.subject = replace(self.subject, model=whole)
+        self.initial = {n: p.detach().clone() for n, p in self.subject.parameters.items()}
+        if self.step.index < 0:
+            self.begin(0, 0, None)
+
+    def _is_loss(self, module: Any) -> bool:
+        return module is self.subject.loss_fn or isinstance(module, nn.modules.loss._Loss)
+
+    def wrapped_loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the loss function, recorded; a module is returned as it is, since its hooks tell."""
+        if isinstance(loss_fn, nn.Module):
+            return loss_fn
+
+        @functools.wraps(loss_fn)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            result = loss_fn(*args, **kwargs)
+            if not self.deaf and not torch.compiler.is_compiling():
+                self._note_loss(Call(loss_fn, args, kwargs, result, grad=torch.is_grad_enabled()))
+            return result
+
+        return recorded
+
+    def loss(self, function: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        """Note the loss of anybody's loop; in one that is driven the loss function is known."""
+        if not self.driven and not self.deaf and not self._in_backward:
+            self._note_loss(Call(function, inputs, named, output, grad=torch.is_grad_enabled()))
+
+    def _note_loss(self, call: Call) -> None:
+        self.step.events.append("loss")
+        self.step.losses.append(call)
+        self._loss_values.append(_number(call.output))
+
+    @contextmanager
+    def backward(self, tensors: Any) -> Iterator[None]:
+        """Note what a backward does to the gradients."""
+        roots = [tensors] if torch.is_tensor(tensors) else list(tensors)
+        if self.deaf or self._in_backward or not roots or not torch.is_tensor(roots[0]):
+            yield
+            return
+        root, parameters = roots[0], self.subject.parameters
+        before = _versions(parameters)
+        self._dirty -= {n for n in self._dirty if n not in before}
+        self._dirty |= {n for n, v in before.items() if self._at_update.get(n) == v and _any(parameters[n].grad)}
+        strangers = _strangers(root, self.subject)
+        self.step.events.append("backward")
+        known = self._roots.get(id(root))
+        repeated = known is not None and known() is root
+        self._roots[id(root)] = weakref.ref(root)
+        if root.grad_fn is not None:
+            marker = _Marker()
+            root.grad_fn.register_hook(marker)
+            self._markers.append(weakref.ref(marker))
+            del marker
+        if self.step.index < 2 and self.step.root is None:
+            self._read(root)
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+        after = _versions(parameters)
+        reached = tuple(n for n, v in after.items() if before.get(n) != v)
+        self._reached.update(n for n in reached if _any(parameters[n].grad))
+        value, whole = _number(root), self._loss_values[-1] if self._loss_values else math.nan
+        share = value / whole if whole else math.nan
+        name = "" if root.grad_fn is None else type(root.grad_fn).__name__
+        self.step.backwards.append(Backward(value, name, repeated, reached, share, strangers))
+
+    def _read(self, root: Tensor) -> None:
+        """Note what the loss is, and have its gradient at the output noted when that is known."""
+        call = main_call(self.step)
+        out = leading(call.output) if call is not None else None
+        if out is None or out.grad_fn is None or root.grad_fn is None:
+            return
+        between = graph_nodes(root, out.grad_fn)
+        kind, node = kind_of(between)
+        kept = ("_saved_target", "_saved_weight", "_saved_pos_weight", "_saved_ignore_index")
+        saved = SimpleNamespace(**{name: getattr(node, name) for name in kept if hasattr(node, name)})
+        parts = [n for n in between if not is_shaping(n)]
+        self.step.root = noted = Root(kind, _number(root), saved, direct=bool(kind) and len(parts) <= 4)
+        out.register_hook(lambda gradient: setattr(noted, "gradient", gradient.detach().clone()))
+
+    def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        """Note gradients and weights as an update finds them."""
+        if self.deaf:
+            return
+        if not self.driven and not any(optimizer is o for o in self.subject.optimizers):
+            self.subject = replace(self.subject, optimizers=(*self.subject.optimizers, optimizer))
+        parameters = self.subject.parameters
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        mine = {n: p for n, p in parameters.items() if id(p) in owned}
+        outside = {}
+        for name, (owner, left) in self._left.items():
+            p = parameters.get(name)
+            if p is owner and p.shape == left.shape and not equal(p.detach(), left):
+                outside[name] = float((p.detach().double() - left.double()).abs().max())
+        lrs = tuple(_number(group.get("lr", math.nan)) for group in optimizer.param_groups)
+        seen = {n: _gradient(p) for n, p in mine.items()}
+        gone = self._reached | self._dropped
+        cleared = tuple(n for n, s in seen.items() if n in gone and not s.norm > 0 and not s.nonfinite)
+        dirty = tuple(n for n in mine if n in self._dirty and _any(mine[n].grad))
+        kept = {name: weights for name, (_, weights) in self._left.items()}
+        back, far = (_distance(outside, w, self.initial) for w in (parameters, kept))
+        other = _distance(outside, parameters, kept) > _distance(outside, kept, {})  # weights made anew
+        undone = bool(outside) and (back < BACK * far or other)
+        update = Update(optimizer, lrs, seen, outside, undone, dirty, cleared, self.subject.model.training)
+        update.scaled = self._scaling and not self._unscaled and not self._in_scaler
+        # What the last update left is still there, unless somebody wrote: then nothing needs to be copied.
+        same = {n for n in mine if n in self._left and self._left[n][0] is mine[n]} - outside.keys()
+        self._before = {n: self._left[n][1] if n in same else p.detach().clone() for n, p in mine.items()}
+        self.step.updates.append(update)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what the update did."""
+        if self.deaf or not self.step.updates:
+            return
+        update, parameters = self.step.updates[-1], self.subject.parameters
+        for name, before in self._before.items():
+            p = parameters.get(name)
+            if p is not None and p.shape == before.shape:
+                _movement(update.parameters[name], before, p.detach(), p.grad)
+                self._left[name] = p, before.copy_(p.detach())
+        self._at_update |= _versions({n: parameters[n] for n in self._before if n in parameters})
+        self._dirty -= set(self._before)
+        self._reached -= set(self._before)
+        self._dropped -= set(self._before)
+        self._before = {}
+        states = [s for s in optimizer.state.values() if isinstance(s, dict) and "step" in s]
+        update.state_steps = max((_number(s["step"]) for s in states), default=math.nan)
+        self.step.events.append("step")
+        self._unscaled = False
+
+    @contextmanager
+    def scaled_step(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Note a scaler's step, and whether it left the optimizer's out."""
+        before, self._in_scaler = len(self.step.updates), True
+        try:
+            yield
+        finally:
+            self._in_scaler = False
+        if scaler.is_enabled():
+            if len(self.step.updates) == before:
+                self.step.events.append("skip")
+            self._unscaled = False
+
+    def scale(self, scaler: torch.amp.GradScaler) -> None:
+        """Note that a loss is scaled."""
+        if scaler.is_enabled():
+            self._scaling = True
+            self.step.events.append("scale")
+
+    def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Note that gradients lose their scale."""
+        if scaler.is_enabled():
+            self._unscaled = True
+            self.step.events.append("unscale")
+
+    def clip(self, norm: Tensor, bound: float) -> None:
+        """Note the norm before clipping and its bound."""
+        self.step.events.append("clip")
+        self.step.clips.append((_number(norm), _number(bound), self._scaling and not self._unscaled))
+
+    @contextmanager
+    def zero_grad(self, owner: Any) -> Iterator[None]:
+        """Note which gradients are cleared that no update has used."""
+        yield
+        self.step.events.append("zero_grad")
+        self._roots.clear()
+        parameters = self.subject.parameters
+        lost = {n for n in self._reached if n in parameters and not _any(parameters[n].grad)}
+        self._reached -= lost
+        self._dropped |= lost
+        self.step.events += ["dropped"] * bool(lost)
+
+    def schedule(self, scheduler: Any) -> None:
+        """Note a scheduler's step."""
+        self.step.events.append("scheduler")
+        if not self.driven and self.subject.scheduler is None:
+            self.subject = replace(self.subject, scheduler=scheduler)
+
+    def reading_gradients(self) -> None:
+        """Nothing to note."""
+
+    def item(self) -> None:
+        """Nothing to note."""
+
+    def copied(self, seconds: float) -> None:
+        """Nothing to note."""
+
+    def forked(self) -> None:
+        """Hear no more: this is another process."""
+        self.most = -1
+
+
+@contextmanager
+def recording(subject: Subject, held: int = HELD) -> Iterator[Witness]:
+    """Record what runs inside the block, and the warnings of it; ``held`` bounds the bytes of tensors that are kept."""
+    witness = Witness(subject, held=held)
+    with warnings.catch_warnings(record=True) as caught, listening(witness):
+        warnings.simplefilter("always")
+        witness.caught = caught
+        yield witness
+
+
+@contextmanager
+def witnessing(witness: Witness) -> Iterator[Witness]:
+    """Let a witness hear anybody's loop."""
+    error: BaseException | None = None
+    try:
+        with listening(_Careful(witness)):
+            yield witness
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        with witness.careful():
+            witness.finish(error)
+
+
+class _Careful:
+    """Tells a witness what a receiver is told, and keeps its errors away from the loop."""
+
+    given: frozenset[int] = frozenset()
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+        self.iterate, self.forked = witness.iterate, witness.forked
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def tell(*told: Any, **named: Any) -> Any:
+            with self._witness.careful():
+                around = getattr(self._witness, name)(*told, **named)
+                return around and self._around(around)
+
+        return tell
+
+    @contextmanager
+    def _around(self, around: Any) -> Iterator[None]:
+        careful = self._witness.careful
+        with careful():
+            around.__enter__()
+        try:
+            yield
+        except BaseException as error:
+            with careful():
+                around.__exit__(type(error), error, error.__traceback__)
+            raise
+        with careful():
+            around.__exit__(None, None, None)
+
+
+def _given(step: Step) -> Any:
+    """Return what stands for a batch where no loader gave one: what model and loss were given from outside."""
+    outputs = [t for call in step.calls for t in tensors_in(call.output)]
+    known = {t.data_ptr() for t in outputs}
+    given = [t for call in step.calls[:1] for t in tensors_in((call.args, call.kwargs))]
+    given += [t for loss in step.losses[-1:] for t in tensors_in((loss.args, loss.kwargs)) if t.grad_fn is None]
+    found = {t.data_ptr(): t.detach() for t in given if t.data_ptr() not in known and t.dim()}
+    return tuple(found.values()) or None
+
+
+def _versions(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    return {name: (id(p.grad), p.grad._version) for name, p in parameters.items() if p.grad is not None}
+
+
+def _any(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+
+
+def _strangers(root: Tensor, subject: Subject) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the leaves of a graph that nobody trains: neither registered parameters nor owned."""
+    known = {id(p) for p in subject.parameters.values()} | subject.owned
+    found, seen, todo = [], set(), [root.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            found.append(tuple(leaf.shape))
+        todo += [child for child, _ in node.next_functions]
+    return tuple(found)
+
+
+def _distance(names: Iterable[str], these: Mapping[str, Tensor], those: Mapping[str, Tensor]) -> float:
+    gaps = (these[n].detach() - those[n].detach() if n in those else these[n].detach() for n in names if n in these)
+    return math.hypot(*(float(gap.norm()) for gap in gaps))
+
+
+def _gradient(p: Tensor) -> Seen:
+    if p.grad is None:
+        return Seen(math.nan, False, False)
+    dense = _real(p.grad)
+    norm = float(torch.linalg.vector_norm(dense.float()))
+    nonfinite = not math.isfinite(norm) and not bool(torch.isfinite(dense).all())
+    return Seen(norm, nonfinite, False, float((dense != 0).float().mean()) if dense.numel() else 0.0)
+
+
+def _real(t: Tensor) -> Tensor:
+    dense = (t.to_dense() if t.is_sparse else t).detach()
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
+def _movement(seen: Seen, before: Tensor, after: Tensor, grad: Tensor | None) -> None:
+    before, after = _real(before), _real(after)
+    changed = before != after
+    seen.moved = bool(changed.any())
+    change = (after.float() - before.float()).flatten()
+    seen.update = float(change.norm())
+    seen.weight = float(before.float().norm())
+    seen.spoilt = bool(torch.isfinite(before).all()) and not bool(torch.isfinite(after).all())
+    if grad is not None and not seen.nonfinite:
+        dense = _real(grad).float()
+        if dense.shape == before.shape:
+            seen.slope = float(change @ dense.flatten())
+            pushed = dense != 0
+            count = int(pushed.sum())
+            seen.stuck = float((pushed & ~changed).sum()) / count if count else 0.0
+
+
+def _number(value: Any) -> float:
+    if torch.is_tensor(value):
+        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else math.nan
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
