@@ -243,7 +243,21 @@ def test_the_batches_of_accumulation_are_added_up(watched):
             optimizer.step()
             optimizer.zero_grad()
     assert w.steps["effective_batch"].tolist() == [40, 5, 32]
-    assert w.steps["loss"].iloc[-1] == pytest.approx(sum(loss.item() for loss in losses) / 2)
+    assert w.steps["loss"].iloc[-1] == pytest.approx(sum(loss.item() for loss in losses))  # as their gradients are
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loss_whose_gradients_were_dropped_is_not_added(watched, set_to_none):
+    model, optimizer = watched
+    with dx.watch(model, optimizer) as w:
+        for _ in range(2):
+            loss_of(model).backward()
+            optimizer.zero_grad(set_to_none)
+            loss = loss_of(model, X[:5], Y[:5])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert w.steps["loss"].iloc[-1] == loss.item()
 
 
 def test_a_batch_given_by_name_is_counted_too():
@@ -419,10 +433,11 @@ def test_when_every_value_is_finite_all_samples_of_the_step_are_named(watched):
     assert w.steps["bad_samples"].iloc[-1] == [100, 101, 102, 103, 104, 105, 106]
 
 
-def test_with_accumulation_only_the_batch_that_spoilt_the_step_is_blamed(watched):
+@pytest.mark.parametrize("fetched", [iter, list], ids=["one by one", "all at once"])
+def test_with_accumulation_only_the_batch_that_spoilt_the_step_is_blamed(watched, fetched):
     model, optimizer = watched
     with dx.watch(model, optimizer) as w:
-        for batch in DataLoader(seven(_3=math.nan), 2):
+        for batch in fetched(DataLoader(seven(_3=math.nan), 2)):
             loss_of(model, batch.x, batch.y).backward()
         optimizer.step()
     assert w.steps["bad_samples"].tolist() == [[103]]

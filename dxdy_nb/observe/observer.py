@@ -85,7 +85,7 @@ class Watch:
     What a row cannot tell: a step that the loop itself leaves out joins the next one. An optimizer that calls a
     closure several times has one row for all of them, with the gradients of the last. A step of an optimizer that
     ``torch.compile`` has compiled is not seen; neither is a loop that uses ``torch.autograd.grad`` alone. Where a
-    library fetches batches ahead, the ids of bad samples are those of the batch fetched last.
+    library fetches batches a step ahead, the ids of bad samples are those of the batch fetched last.
 
     Parameters are those of ``watch``, and
 
@@ -181,10 +181,10 @@ class Watch:
     def steps(self) -> "pd.DataFrame":
         """One row a step.
 
-        Loss (mean over the backward calls that reached a parameter), lr (of the first group of parameters), grad_norm
-        (before clipping), effective_batch (samples that one module has seen; the most of any outermost one), times in
-        seconds, memory in bytes, skipped (a backward that no step followed), bad_samples (ids), full (whether all
-        statistics were measured; else norm and nonfinite alone).
+        Loss (what the gradients are of: the sum over the backward calls that reached a parameter, since gradients were
+        last dropped), lr (of the first group of parameters), grad_norm (before clipping), effective_batch (samples that
+        one module has seen; the most of any outermost one), times in seconds, memory in bytes, skipped (a backward that
+        no step followed), bad_samples (ids), full (whether all statistics were measured; else norm and nonfinite).
         """
         return self.trace.steps
 

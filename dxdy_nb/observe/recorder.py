@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from dxdy_nb.observe.batches import Fetches, Loader, bad_samples, batch_size, described, likeness, sample_ids
 from dxdy_nb.observe.events import Events
-from dxdy_nb.observe.found import Found, Named, unwrapped_optimizer
+from dxdy_nb.observe.found import Found, Named, held_by, unwrapped_optimizer
 from dxdy_nb.observe.row import Row, is_loss, kept, local
 from dxdy_nb.observe.statistics import Budget, Statistics, any_nonfinite, total_norm, update_ratios
 from dxdy_nb.observe.trace import TraceWriter
@@ -298,6 +298,9 @@ class Recorder:
         """Note that gradients are dropped; also a first sight of an optimizer."""
         name = self.found.optimizer(owner) if isinstance(owner, Optimizer) else self.found.model(owner)
         if name is not None:
+            held = held_by(owner) if isinstance(owner, Optimizer) else owner.parameters()
+            if self._row.touched and not self._row.touched.isdisjoint(map(id, held)):
+                self._row.dropped = len(self._row.losses)
             self._tell("zero_grad", name)
 
     @contextmanager

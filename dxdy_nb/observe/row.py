@@ -37,6 +37,7 @@ class Row:
     batches: list[Any] = field(default_factory=list)  # those that name their samples
     backwards: int = 0
     losses: list[tuple[Any, Any]] = field(default_factory=list)  # each with its batch
+    dropped: int = 0  # how many of them came before gradients were dropped; the others add up to the row's
     losses_elsewhere: list[tuple[Any, Any]] = field(default_factory=list)  # of backward calls that reached no parameter
     scale: Any = 1.0  # by which a scaler multiplied the loss
     # Gradients.
@@ -83,7 +84,9 @@ class Row:
                 self.rows[:, GROWING] /= scale
             # Another model's loss is not this one's; a lone one may be.
             losses = [(float(loss) / float(self.scale), batch) for loss, batch in self.losses or self.losses_elsewhere]
-            self.loss = sum(loss for loss, _ in losses) / len(losses) if losses else math.nan
+            if len(losses) == len(self.batches):  # of which some may have been fetched ahead
+                losses = [(loss, batch) for (loss, _), batch in zip(losses, self.batches, strict=True)]
+            self.loss = sum(loss for loss, _ in losses[self.dropped :] or losses) if losses else math.nan
             self.bad_batches = [batch for loss, batch in losses if not math.isfinite(loss)]
         return self.rows
 
