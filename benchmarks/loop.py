@@ -35,8 +35,8 @@ def prepare(seed: int) -> tuple:
     models.initialise(model, config.init)
     optimizer = loop.pick_optimizer(config, model)
     factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: loop.lr_factor(config, step, STEPS))
-    batches = loop.batches(datasets.loader(data.train, config.batch_size, shuffle_seed=seed), STEPS)
-    return model, optimizer, factor, batches
+    windows = loop.windows(datasets.loader(data.train, config.batch_size, shuffle_seed=seed), 1, STEPS)
+    return model, optimizer, factor, (batch for (batch,) in windows)
 
 
 def bare(seed: int) -> float:

@@ -35,6 +35,14 @@ ALIASES = {
     "steps": "max_steps",
     "num_epochs": "epochs",
     "random_seed": "seed",
+    "amp": "precision",
+    "dtype": "precision",
+    "fp16": "precision",
+    "bf16": "precision",
+    "mixed_precision": "precision",
+    "grad_accum": "accumulation_steps",
+    "accumulate_grad_batches": "accumulation_steps",
+    "gradient_accumulation_steps": "accumulation_steps",
 }
 
 
@@ -47,8 +55,11 @@ def _number(default: float | None, low: float, high: float, *, open_low: bool = 
 class RunConfig:
     """One run of the reference loop, as plain values.
 
-    ``max_steps`` ends a run early whatever ``epochs`` says; ``validate_every`` counts epochs; ``schedule`` and
-    ``warmup_steps`` count optimizer steps. Values may come from YAML or a command line: ``1e-3`` as text is a number.
+    ``max_steps`` ends a run early whatever ``epochs`` says; ``validate_every`` counts epochs; ``max_steps``,
+    ``schedule`` and ``warmup_steps`` count optimizer steps, each over ``accumulation_steps`` batches. ``momentum`` is
+    that of sgd and muon; muon moves the matrices of hidden layers, and leaves the rest to adamw. ``precision`` is that
+    of training, with weights in fp32; validation and test run in fp32 always, so that their numbers compare. Values
+    may come from YAML or a command line: ``1e-3`` as text is a number.
 
     Raises
     ------
@@ -69,13 +80,15 @@ class RunConfig:
     data: Literal["digits", "spirals", "sequences"] = "digits"
     model: Literal["cnn", "mlp", "gru"] = "cnn"
     loss: Literal["cross_entropy", "mse"] = "cross_entropy"
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "muon"] = "sgd"
     lr: float = _number(0.05, 0, 1000, open_low=True)
     momentum: float = _number(0.9, 0, 1)
     weight_decay: float = _number(0.0, 0, 1000)
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    schedule: Literal["constant", "cosine", "linear", "step", "one_cycle"] = "cosine"
     warmup_steps: int = _number(0, 0, 10**9)
     batch_size: int = _number(64, 1, 10**6)
+    accumulation_steps: int = _number(1, 1, 10**6)
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     max_grad_norm: float | None = _number(None, 0, 10**12, open_low=True)
     init: Literal["default", "xavier", "kaiming"] = "kaiming"
     epochs: int = _number(20, 1, 10**6)
@@ -109,8 +122,10 @@ class RunConfig:
             problems.append(
                 f"model: {self.model!r} does not fit data: {self.data!r}. 'gru' and 'sequences' go together."
             )
-        if self.optimizer != "sgd" and self.momentum != type(self).momentum:
-            problems.append(f"momentum: only optimizer='sgd' has one, {self.optimizer!r} would ignore {self.momentum}.")
+        if self.optimizer not in ("sgd", "muon") and self.momentum != type(self).momentum:
+            problems.append(f"momentum: only sgd and muon have one, {self.optimizer!r} would ignore {self.momentum}.")
+        if self.schedule == "one_cycle" and self.warmup_steps:
+            problems.append("warmup_steps: schedule='one_cycle' begins with a warm-up of its own. Expected 0.")
         return problems
 
     @classmethod
@@ -140,8 +155,10 @@ class RunConfig:
             raise DxdyError(f"{path}: expected lines like 'lr: 0.1', got {type(values).__name__}.")
         kept = values.pop("fingerprint", None)
         config = cls.from_dict(values, source=str(path))
-        if kept not in (None, config.fingerprint):
-            raise DxdyError(f"{path}: was edited after it was recorded (fingerprint {kept}, now {config.fingerprint}).")
+        # Of the fields in the file: a record from before a field came into being lacks it.
+        now = _fingerprint({name: value for name, value in config.to_dict().items() if name in values})
+        if kept not in (None, now):
+            raise DxdyError(f"{path}: was edited after it was recorded (fingerprint {kept}, now {now}).")
         return config
 
     def save(self, path: str | Path) -> None:
@@ -173,7 +190,11 @@ class RunConfig:
     @property
     def fingerprint(self) -> str:
         """Twelve hex digits that differ when any field differs."""
-        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:12]
+        return _fingerprint(self.to_dict())
+
+
+def _fingerprint(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def parse_assignments(items: Iterable[str]) -> dict[str, Any]:

@@ -25,15 +25,22 @@ CHANGES = [
     ("loss", "mse", "loss"),
     ("optimizer", "adam", "loss"),
     ("optimizer", "adamw", "loss"),
+    ("optimizer", "muon", "loss"),
     ("lr", 0.1, "lr"),
     ("lr", 0.1, "loss"),
     ("momentum", 0.5, "loss"),
     ("weight_decay", 0.1, "loss"),
     ("schedule", "constant", "lr"),
     ("schedule", "linear", "lr"),
+    ("schedule", "step", "lr"),
+    ("schedule", "one_cycle", "lr"),
     ("warmup_steps", 3, "lr"),
     ("warmup_steps", 3, "loss"),
     ("batch_size", 50, "effective_batch"),
+    ("accumulation_steps", 2, "effective_batch"),
+    ("accumulation_steps", 2, "step"),
+    ("precision", "bf16", "loss"),
+    ("precision", "fp16", "loss"),
     ("max_grad_norm", 0.01, "loss"),
     ("init", "default", "loss"),
     ("init", "xavier", "loss"),
@@ -66,7 +73,11 @@ def test_a_changed_field_changes_the_run(record, field, value, column):
     assert record(also | {field: value})[column] != record(also)[column]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_momentum_is_that_of_muon_too(record):
+    assert record({"optimizer": "muon", "momentum": 0.5})["loss"] != record({"optimizer": "muon"})["loss"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "muon"])
 def test_weights_decay_whatever_the_optimizer(record, name):
     assert record({"optimizer": name, "weight_decay": 0.1})["loss"] != record({"optimizer": name})["loss"]
 
@@ -123,7 +134,7 @@ def test_an_unknown_key_is_named_with_what_was_meant(key, meant):
 
 
 def test_an_unknown_key_that_resembles_nothing_lists_what_is_known():
-    with says("^qqq: unknown. Known: batch_size, data, .*, weight_decay[.]$"):
+    with says("^qqq: unknown. Known: accumulation_steps, batch_size, data, .*, weight_decay[.]$"):
         dx.RunConfig().override({"qqq": 1})
 
 
@@ -152,8 +163,10 @@ def test_every_alias_leads_to_a_field():
         ({"lr": 10**400}, "a number above 0 and at most 1000"),
         ({"max_steps": 0}, "a whole number from 1 to 1000000000, or null"),
         ({"max_grad_norm": 0}, "a number above 0 and at most 1000000000000"),
-        ({"optimizer": "rmsprop"}, "one of sgd, adam, adamw"),
-        ({"schedule": 1}, "one of constant, cosine, linear"),
+        ({"optimizer": "rmsprop"}, "one of sgd, adam, adamw, muon"),
+        ({"schedule": 1}, "one of constant, cosine, linear, step, one_cycle"),
+        ({"accumulation_steps": 0}, "a whole number from 1 to 1000000"),
+        ({"precision": "fp8"}, "one of fp32, bf16, fp16"),
         ({"data": ["digits"]}, "one of digits, spirals, sequences"),
     ],
 )
@@ -167,7 +180,7 @@ def test_a_wrong_value_is_told_with_its_path_and_with_what_is_allowed(here, valu
 
 
 def test_a_misspelt_choice_is_told_with_the_nearest():
-    with says("optimizer: expected one of sgd, adam, adamw; got 'adamm'. Did you mean 'adam'[?]$"):
+    with says("optimizer: expected one of sgd, adam, adamw, muon; got 'adamm'. Did you mean 'adam'[?]$"):
         dx.RunConfig(optimizer="adamm")
 
 
@@ -189,6 +202,7 @@ def test_all_that_is_wrong_is_said_at_once(here):
         ({"model": "gru", "data": "digits"}, "model"),
         ({"model": "mlp", "data": "sequences"}, "model"),
         ({"optimizer": "adam", "momentum": 0.5}, "momentum"),
+        ({"schedule": "one_cycle", "warmup_steps": 3}, "warmup_steps"),
     ],
 )
 def test_fields_that_do_not_go_together_are_refused(values, field):
@@ -290,7 +304,12 @@ def test_an_assignment_without_a_name_or_given_twice_is_refused(items):
 NAMES = SimpleNamespace(
     fitting=st.sampled_from([("digits", "cnn"), ("digits", "mlp"), ("spirals", "mlp"), ("sequences", "gru")]),
     optimizing=st.one_of(
-        st.tuples(st.just("sgd"), st.floats(0, 1)), st.tuples(st.sampled_from(["adam", "adamw"]), st.just(0.9))
+        st.tuples(st.sampled_from(["sgd", "muon"]), st.floats(0, 1)),
+        st.tuples(st.sampled_from(["adam", "adamw"]), st.just(0.9)),
+    ),
+    scheduling=st.one_of(
+        st.tuples(st.sampled_from(["constant", "cosine", "linear", "step"]), st.integers(0, 10**9)),
+        st.just(("one_cycle", 0)),
     ),
 )
 
@@ -299,6 +318,7 @@ NAMES = SimpleNamespace(
 def configs(draw):
     data, model = draw(NAMES.fitting)
     optimizer, momentum = draw(NAMES.optimizing)
+    schedule, warmup_steps = draw(NAMES.scheduling)
     return dx.RunConfig(
         seed=draw(st.integers(0, 2**32 - 1)),
         data=data,
@@ -308,9 +328,11 @@ def configs(draw):
         lr=draw(st.floats(0, 1000, exclude_min=True)),
         momentum=momentum,
         weight_decay=draw(st.floats(0, 1000)),
-        schedule=draw(st.sampled_from(["constant", "cosine", "linear"])),
-        warmup_steps=draw(st.integers(0, 10**9)),
+        schedule=schedule,
+        warmup_steps=warmup_steps,
         batch_size=draw(st.integers(1, 10**6)),
+        accumulation_steps=draw(st.integers(1, 10**6)),
+        precision=draw(st.sampled_from(["fp32", "bf16", "fp16"])),
         max_grad_norm=draw(st.none() | st.floats(0, 1e12, exclude_min=True)),
         init=draw(st.sampled_from(["default", "xavier", "kaiming"])),
         epochs=draw(st.integers(1, 10**6)),
@@ -341,6 +363,19 @@ def test_the_fingerprint_differs_when_a_field_differs(field, value):
 
 def test_the_fingerprint_does_not_depend_on_how_a_number_was_written():
     assert dx.RunConfig(lr=1, seed=2).fingerprint == dx.RunConfig(lr="1.0", seed=2.0).fingerprint
+
+
+def test_a_record_from_before_a_field_came_into_being_is_read(here):
+    old = (  # with the fingerprint that it was given then
+        "seed: 0\ndata: digits\nmodel: cnn\nloss: cross_entropy\noptimizer: sgd\nlr: 0.05\nmomentum: 0.9\n"
+        "weight_decay: 0.0\nschedule: cosine\nwarmup_steps: 0\nbatch_size: 64\nmax_grad_norm: null\ninit: kaiming\n"
+        "epochs: 20\nmax_steps: null\ndevice: auto\nvalidate_every: 1\nfingerprint: eb0a59993018\n"
+    )
+    (here / "config.yaml").write_text(old)
+    assert dx.RunConfig.load("config.yaml") == dx.RunConfig()
+    (here / "config.yaml").write_text(old.replace("lr: 0.05\n", ""))
+    with says("^config.yaml: was edited after it was recorded"):
+        dx.RunConfig.load("config.yaml")
 
 
 def test_a_file_that_was_edited_after_the_run_is_noticed(here):

@@ -10,9 +10,22 @@ from torch.nn.functional import cross_entropy
 
 import dxdy_nb as dx
 from dxdy_nb.training import datasets, models
-from dxdy_nb.training.loop import DECIMALS, evaluate, lr_factor, pick_loss, pick_optimizer, train_step
+from dxdy_nb.training import loop as reference
+from dxdy_nb.training.loop import (
+    DECIMALS,
+    evaluate,
+    lr_factor,
+    pick_loss,
+    pick_optimizer,
+    pick_precision,
+    train_step,
+    window_step,
+    windows,
+)
 
 SHORT = dx.RunConfig(data="spirals", model="mlp", max_steps=10)
+NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+EPOCH = [64] * 6 + [16]  # the batches of the 400 spirals
 
 
 def weights(model):
@@ -106,6 +119,184 @@ def test_a_loss_that_is_not_finite_never_reaches_the_weights(batch):
     assert torch.equal(weights(model), before)
 
 
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def window_of(sizes, dtype=torch.float32):
+    """Return the first spirals as batches of these sizes."""
+    samples = datasets.spirals().train
+    order = torch.randperm(len(samples))[: sum(sizes)]
+    return [datasets.Batch(samples.x[ids].to(dtype), samples.y[ids], ids) for ids in order.split(sizes)]
+
+
+def still(model):
+    """Return an optimizer that moves nothing, so that the gradients of its step can be looked at."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("bound", [None, 0.01])
+def test_a_window_of_one_batch_in_fp32_is_the_plain_step_to_the_last_bit(batch, bound):
+    model = models.MLP(2, 3)
+    other = copy.deepcopy(model)
+    sgd, same = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, other))
+    for _ in range(3):
+        loss = train_step(model, *batch, cross_entropy, sgd, bound)
+        window = [datasets.Batch(*batch, torch.arange(32))]
+        assert window_step(other, window, cross_entropy, same, NO_SCALER, None, bound) == loss
+    assert torch.equal(weights(model), weights(other))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("sizes", [[32] * 8, [200, 40, 16], [250, 1, 1, 4], [7]], ids=str)
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+def test_accumulation_is_the_large_batch_whatever_the_sizes(dtype, bound, sizes, loss):
+    model, loss_fn, window = models.MLP(2, 3).to(dtype), pick_loss(loss), window_of(sizes, dtype)
+    x, y = (torch.cat([batch[i] for batch in window]) for i in (0, 1))
+    large = loss_fn(model(x), y)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(large, list(model.parameters()))])
+    assert window_step(model, window, loss_fn, still(model), NO_SCALER) == pytest.approx(large.item(), rel=bound)
+    assert (gradient(model) - expected).norm() <= bound * expected.norm()
+
+
+def test_the_mean_of_unequal_batches_would_be_another_gradient():
+    model, window = models.MLP(2, 3).double(), window_of([250, 1, 1, 4], torch.float64)
+    for x, y, _ in window:
+        (cross_entropy(model(x), y) / len(window)).backward()
+    wrong = gradient(model)
+    window_step(model, window, cross_entropy, still(model), NO_SCALER)
+    assert (wrong - gradient(model)).norm() > 0.5 * gradient(model).norm()
+
+
+def test_windows_end_with_their_epoch_and_each_epoch_has_every_sample_once():
+    loader = datasets.loader(datasets.spirals().train, 64, shuffle_seed=0)
+    seen = list(windows(loader, 3, 7))
+    assert [[len(batch.ids) for batch in window] for window in seen] == [EPOCH[:3], EPOCH[3:6], EPOCH[6:]] * 2 + [
+        EPOCH[:3]
+    ]
+    first, second = (torch.cat([b.ids for window in seen[i : i + 3] for b in window]) for i in (0, 3))
+    assert first.sort().values.equal(second.sort().values)
+    assert not first.equal(second)
+
+
+def test_a_row_of_the_record_is_a_window(tmp_path):
+    config = SHORT.override({"accumulation_steps": 3, "max_steps": None, "epochs": 2, "lr": 0.1, "schedule": "linear"})
+    run = dx.train(config, out=tmp_path / "run")
+    assert run.steps["effective_batch"].tolist() == [192, 192, 16] * 2
+    assert run.steps["lr"].tolist() == pytest.approx([0.1 * (1 - step / 6) for step in range(6)])
+    assert run.validation.index.tolist() == [3, 6]
+    torch.manual_seed(config.seed)
+    model = models.MLP(2, 3)
+    models.initialise(model, config.init)
+    (window,) = windows(datasets.loader(datasets.spirals().train, 64, shuffle_seed=config.seed), 3, 1)
+    x, y = (torch.cat([batch[i] for batch in window]) for i in (0, 1))
+    large = cross_entropy(model(x), y)
+    large.backward()
+    assert run.steps["loss"][0] == pytest.approx(large.item(), rel=1e-5)
+    assert run.steps["grad_norm"][0] == pytest.approx(gradient(model).norm().item(), rel=1e-5)
+
+
+def test_a_bad_sample_in_a_window_leaves_the_weights_finite_and_is_named(tmp_path, monkeypatch):
+    spirals = datasets.spirals()
+    spirals.train.x[7] = math.nan
+    monkeypatch.setattr(datasets, "load", lambda name, seed: spirals)
+    run = dx.train(SHORT.override({"accumulation_steps": 7}), out=tmp_path / "run")
+    assert run.status == "diverged"
+    assert torch.isfinite(weights(run.model)).all()
+    assert run.steps["bad_samples"].tolist() == [[int(spirals.train.ids[7])]]
+    assert len(run.reason.split(",")) == len(spirals.train)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_forward_runs_in_the_precision_and_the_weights_stay_fp32(batch, precision):
+    model = models.MLP(2, 3)
+    dtype, scaler = pick_precision(precision, model, batch[0][:1])
+    seen = []
+    model.register_forward_hook(lambda model, inputs, output: seen.append(output.dtype))
+    loss = window_step(model, [datasets.Batch(*batch, batch[1])], cross_entropy, still(model), scaler, dtype)
+    assert seen == [{"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]]
+    assert {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    exact = cross_entropy(model(batch[0]), batch[1])
+    assert loss == pytest.approx(exact.item(), rel=0 if precision == "fp32" else 1e-2)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(exact, list(model.parameters()))])
+    assert (gradient(model) - expected).norm() <= 3e-2 * expected.norm()  # and without the scale of 65,536
+
+
+def test_a_scaled_gradient_is_clipped_by_its_true_norm():
+    model, window = models.MLP(2, 3), window_of([30, 20])
+    before, scaler = weights(model).clone(), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    window_step(model, window, cross_entropy, optimizer, scaler, torch.float16, max_grad_norm=0.01)
+    assert (weights(model) - before).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_step_whose_gradients_overflow_is_left_out_and_halves_the_scale():
+    model = models.MLP(2, 3)
+    before, scaler = weights(model).clone(), torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    assert math.isfinite(window_step(model, window_of([30, 20]), cross_entropy, optimizer, scaler, torch.float16))
+    assert torch.equal(weights(model), before)
+    assert scaler.get_scale() == 2.0**39
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "muon"])
+def test_a_run_records_the_steps_that_overflow_skips_and_its_schedule_waits(tmp_path, monkeypatch, optimizer):
+    def too_large(name, model, x):
+        return torch.float16, torch.amp.GradScaler("cpu", init_scale=2.0**26)
+
+    monkeypatch.setattr(reference, "pick_precision", too_large)
+    config = SHORT.override({"precision": "fp16", "accumulation_steps": 2, "optimizer": optimizer, "lr": 0.01})
+    run = dx.train(config, out=tmp_path / "run")
+    skipped = run.steps["skipped"].tolist()
+    count = sum(skipped)
+    assert run.status == "completed"
+    assert 2 <= count <= 8
+    assert skipped == [True] * count + [False] * (10 - count)
+    factors = [0] * count + list(range(10 - count))
+    assert run.steps["lr"].tolist() == pytest.approx([0.01 * lr_factor(config, step, 10) for step in factors])
+    assert run.steps["loss"][:count].map(math.isfinite).all()
+    assert run.steps["bad_samples"].tolist() == [[]] * 10
+
+
+class OnlyFp32(nn.Linear):
+    def forward(self, x):
+        if torch.is_autocast_enabled("cpu"):
+            raise RuntimeError("no kernel for this\nand more")
+        return super().forward(x)
+
+
+def test_a_precision_that_a_device_cannot_compute_in_is_told():
+    model, x = OnlyFp32(2, 3), torch.zeros(1, 2)
+    assert pick_precision("fp32", model, x)[0] is None
+    with pytest.raises(
+        dx.DxdyError, match=r"^precision: 'bf16' does not run on cpu \(no kernel for this\). Use 'fp32'.$"
+    ):
+        pick_precision("bf16", model, x)
+
+
+def test_fp16_without_a_working_scaler_is_refused(monkeypatch):
+    scaler = torch.amp.GradScaler
+    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, enabled=False))
+    pick_precision("bf16", models.MLP(2, 3), torch.zeros(1, 2))
+    with pytest.raises(dx.DxdyError, match=r"^precision: 'fp16' needs a GradScaler, and on cpu it switched itself off"):
+        pick_precision("fp16", models.MLP(2, 3), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accumulation_steps": 8}, "^accumulation_steps: an epoch has 7 batches, so 8 never come together"),
+        ({"precision": "fp16"}, "^precision: 'fp16' does not run on cpu"),
+        ({"optimizer": "muon"}, "^optimizer: 'muon' moves the 2-D weights of hidden layers"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(here, monkeypatch, changes, message):
+    monkeypatch.setattr(models, "build", lambda name, sample, classes: OnlyFp32(2, 3))
+    with pytest.raises(dx.DxdyError, match=message):
+        dx.train(SHORT.override(changes))
+    assert list(here.iterdir()) == []
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_evaluate_leaves_a_model_in_the_mode_it_was_in(training):
     model = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)).train(training)
@@ -166,11 +357,35 @@ def test_the_optimizer_is_the_one_that_was_asked_for(name, kind, decoupled):
         ({"schedule": "cosine"}, [1, (1 + math.sqrt(0.5)) / 2, 1 / 2, (1 - math.sqrt(0.5)) / 2]),
         ({"schedule": "linear", "warmup_steps": 2}, [1 / 2, 1, 1, 1 / 2]),
         ({"schedule": "constant", "warmup_steps": 8}, [1 / 8, 2 / 8, 3 / 8, 4 / 8]),
+        ({"schedule": "step", "warmup_steps": 1}, [1, 1, 0.1, 0.01]),
     ],
 )
 def test_the_learning_rate_follows_its_schedule(values, factors):
     config = dx.RunConfig(**values)
     assert [lr_factor(config, step, 4) for step in range(4)] == pytest.approx(factors)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 10, 57, 380, 1000])
+def test_one_cycle_has_the_shape_of_torchs(total):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    torchs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total, cycle_momentum=False)
+    config = dx.RunConfig(schedule="one_cycle")
+    for step in range(total):
+        assert lr_factor(config, step, total) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        if step < total - 1:
+            torchs.step()
+
+
+@pytest.mark.parametrize("third", [1, 3, 19, 127])
+def test_step_has_the_shape_of_torchs(third):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    torchs = torch.optim.lr_scheduler.StepLR(optimizer, third, gamma=0.1)
+    config = dx.RunConfig(schedule="step")
+    for step in range(3 * third):
+        assert lr_factor(config, step, 3 * third) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
+        optimizer.step()
+        torchs.step()
 
 
 def test_a_run_uses_the_learning_rates_of_its_schedule(tmp_path):
@@ -223,12 +438,15 @@ def test_a_run_has_the_steps_of_its_epochs_and_a_row_for_each_validation(tmp_pat
     assert run.metrics["validation_accuracy"] == run.validation["accuracy"].iloc[-1]
 
 
-def test_validation_and_test_metrics_are_those_of_the_model_that_is_returned(tmp_path):
-    run = dx.train(SHORT, out=tmp_path / "run")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_validation_and_test_metrics_are_those_of_the_model_that_is_returned(tmp_path, precision):
+    run = dx.train(SHORT.override({"precision": precision}), out=tmp_path / "run")
     splits = datasets.spirals(SHORT.seed)
     for name, part in (("validation", splits.validation), ("test", splits.test)):
         with torch.no_grad():
-            right = (run.model(part.x).argmax(1) == part.y).double().mean().item()
+            logits = run.model(part.x)  # in fp32 always
+            right = (logits.argmax(1) == part.y).double().mean().item()
+        assert run.metrics[f"{name}_loss"] == pytest.approx(cross_entropy(logits, part.y).item(), abs=1e-4)
         assert run.metrics[f"{name}_accuracy"] == pytest.approx(right, abs=1e-4)
 
 

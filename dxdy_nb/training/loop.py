@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from dxdy_nb.observe.observer import watch
 from dxdy_nb.runs.environment import attended
 from dxdy_nb.runs.record import Recorder, Run, new_folder, write_environment
 from dxdy_nb.training import datasets, models
+from dxdy_nb.training.muon import MuonAdamW
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 DECIMALS = 4  # every metric is rounded once, here, so that two tables never differ by their rounding
@@ -37,7 +38,9 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     Raises
     ------
     DxdyError
-        The folder cannot be written or holds a run, the device is not there, a data file is damaged.
+        The folder cannot be written or holds a run; the device is not there, or cannot compute in the precision; no
+        parameter is one for the optimizer; an epoch has fewer batches than are to be accumulated; a data file is
+        damaged.
 
     Examples
     --------
@@ -55,9 +58,11 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     model.to(device)
     loss_fn = pick_loss(config.loss)
     optimizer = pick_optimizer(config, model)
+    dtype, scaler = pick_precision(config.precision, model, data.train.x[:1].to(device))
     loader = datasets.loader(data.train, config.batch_size, shuffle_seed=config.seed)
-    total = min(config.max_steps or math.inf, config.epochs * len(loader))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, int(total)))
+    epoch = steps_per_epoch(len(loader), config.accumulation_steps)
+    total = min(config.max_steps or config.epochs * epoch, config.epochs * epoch)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, total))
 
     folder = new_folder(config.data, out)
     with Recorder(folder, kind="training", metrics={}, validation=[]) as recorder:
@@ -65,14 +70,21 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
         write_environment(folder, model, data.train)
         with watch(model, optimizer, out=folder, budget=None):
             validation: list[dict[str, float]] = []
-            for step, (x, y, ids) in enumerate(progress(batches(loader, int(total)), int(total)), start=1):
-                loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)
+            for step, window in enumerate(progress(windows(loader, config.accumulation_steps, total), total), start=1):
+                scale = scaler.get_scale()
+                if dtype is None and len(window) == 1:
+                    x, y, _ = window[0]
+                    loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)
+                else:
+                    loss = window_step(model, window, loss_fn, optimizer, scaler, dtype, config.max_grad_norm)
                 if not math.isfinite(loss):
-                    reason = f"the loss is {loss} at step {step - 1}; sample ids of its batch: {ids.tolist()}"
+                    ids = torch.cat([batch.ids for batch in window]).tolist()
+                    reason = f"the loss is {loss} at step {step - 1}; sample ids of its batch: {ids}"
                     recorder.write(status="diverged", reason=reason)
                     break
-                scheduler.step()
-                if step % (config.validate_every * len(loader)) == 0 or step == total:
+                if scaler.get_scale() >= scale:  # it falls where a gradient overflowed and the step was left out
+                    scheduler.step()
+                if step % (config.validate_every * epoch) == 0 or step == total:
                     validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
                     recorder.write(validation=validation, metrics=named("validation", validation[-1]))
             else:
@@ -81,12 +93,39 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     return Run.of(folder, recorder.result, config, model)  # not read back: a disk that is full costs no trained model
 
 
-def batches(loader: DataLoader[datasets.Batch], total: int) -> Iterator[datasets.Batch]:
-    """Return ``total`` batches: the loader once over is an epoch, and each epoch has an order of its own."""
-    return itertools.islice(itertools.chain.from_iterable(itertools.repeat(loader)), total)
+def steps_per_epoch(batches: int, accumulation_steps: int) -> int:
+    """Return the number of optimizer steps of an epoch.
+
+    Raises
+    ------
+    DxdyError
+        No window of ``accumulation_steps`` batches would ever be full.
+    """
+    if accumulation_steps > batches:
+        raise DxdyError(
+            f"accumulation_steps: an epoch has {batches} batches, so {accumulation_steps} never come together. "
+            f"Expected at most {batches}, or a smaller batch_size."
+        )
+    return math.ceil(batches / accumulation_steps)
 
 
-def progress(steps: Iterable[datasets.Batch], total: int) -> Iterable[datasets.Batch]:
+def windows(loader: DataLoader[datasets.Batch], size: int, total: int) -> Iterator[list[datasets.Batch]]:
+    """Return ``total`` windows, the batches of one optimizer step each.
+
+    The loader once over is an epoch, and each epoch has an order of its own. A window has ``size`` batches; the last of
+    an epoch has what is left, and spans no two epochs: each sample counts once in each.
+    """
+
+    def endless() -> Iterator[list[datasets.Batch]]:
+        while True:
+            batches = iter(loader)
+            while window := list(itertools.islice(batches, size)):
+                yield window
+
+    return itertools.islice(endless(), total)
+
+
+def progress(steps: Iterable[list[datasets.Batch]], total: int) -> Iterable[list[datasets.Batch]]:
     """Return the same steps with a progress bar where somebody is watching."""
     return tqdm(steps, total=total, desc="train", unit="step", disable=not attended(), leave=False)
 
@@ -116,9 +155,43 @@ def train_step(
     return value
 
 
+def window_step(
+    model: nn.Module,
+    window: Sequence[datasets.Batch],
+    loss_fn: LossFn,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    dtype: torch.dtype | None = None,
+    max_grad_norm: float | None = None,
+) -> float:
+    """Take one optimizer step over all batches of a window and return the mean loss of their samples.
+
+    ``loss_fn`` is a mean over the samples of a batch, ``dtype`` that of autocast (None: none). A non-finite loss is
+    returned without a step; the scaler leaves out a step whose gradients are not finite, and halves its scale.
+    """
+    device = next(model.parameters()).device
+    count = sum(len(y) for _, y, _ in window)
+    losses = []
+    optimizer.zero_grad()
+    for x, y, _ in window:
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            mean = loss_fn(model(x.to(device)), y.to(device))
+        loss = mean * (len(y) / count)  # not mean / len(window): batches may differ in size
+        scaler.scale(loss).backward()
+        losses.append(loss.detach())
+    value = torch.stack(losses).sum().item()
+    if math.isfinite(value):
+        scaler.unscale_(optimizer)  # once, and before the clip, which would see the scale
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+    return value
+
+
 @torch.no_grad()
 def evaluate(model: nn.Module, samples: datasets.Samples, loss_fn: LossFn, batch_size: int = 512) -> dict[str, float]:
-    """Return mean loss and accuracy over all samples, in eval mode and without a graph."""
+    """Return mean loss and accuracy over all samples, in eval mode, without a graph, and in fp32 (no autocast)."""
     modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
     model.eval()
@@ -161,9 +234,39 @@ def pick_loss(name: str) -> LossFn:
     return lambda logits, y: nn.functional.mse_loss(logits, nn.functional.one_hot(y, logits.shape[1]).to(logits.dtype))
 
 
+def pick_precision(name: str, model: nn.Module, x: Tensor) -> tuple[torch.dtype | None, torch.amp.GradScaler]:
+    """Return the dtype of autocast (None for fp32), and a scaler, which does nothing but for fp16.
+
+    Raises
+    ------
+    DxdyError
+        The scaler does not work on the device of ``x``, or the model cannot run on ``x`` in this precision there.
+    """
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    scaler = torch.amp.GradScaler(x.device.type, enabled=dtype is torch.float16)
+    if dtype is torch.float16 and not scaler.is_enabled():
+        raise DxdyError(f"precision: 'fp16' needs a GradScaler, and on {x.device} it switched itself off. Use 'bf16'.")
+    if dtype is not None:
+        try:
+            with torch.no_grad(), torch.autocast(x.device.type, dtype):
+                model(x)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise DxdyError(f"precision: {name!r} does not run on {x.device} ({reason}). Use 'fp32'.") from None
+    return dtype, scaler
+
+
 def pick_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the configured optimizer over all parameters of a model."""
+    """Return the configured optimizer over all parameters of a model.
+
+    Raises
+    ------
+    DxdyError
+        ``muon`` is asked for, and no hidden layer has a 2-D weight.
+    """
     lr, weight_decay = config.lr, config.weight_decay
+    if config.optimizer == "muon":
+        return MuonAdamW(model, lr=lr, momentum=config.momentum, weight_decay=weight_decay)
     if config.optimizer == "sgd":
         return torch.optim.SGD(model.parameters(), lr=lr, momentum=config.momentum, weight_decay=weight_decay)
     adam = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer]
@@ -173,7 +276,11 @@ def pick_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer
 def lr_factor(config: RunConfig, step: int, total: int) -> float:
     """Return what the learning rate is multiplied by before optimizer step ``step`` (from 0) of ``total``.
 
-    Warm-up rises linearly and reaches 1 after ``warmup_steps``; the schedule then falls to 0 at ``total``.
+    Warm-up rises linearly and reaches 1 after ``warmup_steps``. From there ``cosine`` and ``linear`` fall to 0 at
+    ``total``, and ``step`` to a tenth after each third of the way. ``one_cycle`` rises from 1/25 to 1 in the first 30 %
+    of the steps and falls to 1/250,000, along half cosines both times.
+
+    Source: Smith and Topin 2018 (one cycle), with the numbers of ``torch.optim.lr_scheduler.OneCycleLR``.
 
     Examples
     --------
@@ -182,5 +289,17 @@ def lr_factor(config: RunConfig, step: int, total: int) -> float:
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
-    progress = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
-    return {"constant": 1.0, "cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress}[config.schedule]
+    done, way = step - config.warmup_steps, max(1, total - config.warmup_steps)
+    if config.schedule == "one_cycle":
+        top = 0.3 * total - 1
+        if step <= top:
+            return half_cosine(1 / 25, 1, step / top)
+        return half_cosine(1, 1 / 250_000, (step - top) / (total - 1 - top))
+    if config.schedule == "step":
+        return 0.1 ** (3 * done // way)
+    return {"constant": 1.0, "cosine": half_cosine(1, 0, done / way), "linear": 1 - done / way}[config.schedule]
+
+
+def half_cosine(start: float, end: float, share: float) -> float:
+    """Return where half a cosine from ``start`` to ``end`` stands after a share (0 to 1) of its way."""
+    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
