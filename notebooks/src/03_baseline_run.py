@@ -65,6 +65,8 @@ from dxdy_nb.training import datasets
 
 # A value that makes no sense ends the lesson here, before anything runs.
 dx.RunConfig(seed=seed, lr=lr, optimizer=optimizer, max_steps=steps)
+if optimizer == "muon":
+    raise dx.DxdyError("optimizer: the loop of this lesson is written for sgd, adam and adamw; got 'muon'")
 if seed > 2**32 - 3:
     raise dx.DxdyError(f"seed: expected at most {2**32 - 3}, since two runs take the seeds after it; got {seed}")
 lesson = Lesson("03_baseline_run")
