@@ -88,6 +88,19 @@ def test_a_module_that_was_replaced_and_hooks_are_put_back():
     assert not layer._forward_hooks
 
 
+def test_hooks_on_gradients_are_put_back_and_those_that_were_there_stay():
+    subject, heard = set_up(), []
+    weight, bias = subject.model[3].parameters()
+    weight.register_hook(lambda _: heard.append("mine"))
+    with preserved(subject):
+        for p in (weight, bias):
+            p.register_hook(lambda _: heard.append("left"))
+            p.register_post_accumulate_grad_hook(lambda _: heard.append("left"))
+    bias.register_post_accumulate_grad_hook(lambda _: heard.append("later"))
+    train(subject)
+    assert sorted(set(heard)) == ["later", "mine"]
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -22,6 +22,7 @@ from dxdy_nb.errors import DxdyError
 MANY = 10_000  # entries: of a longer list only the entries themselves are put back, not what is in them
 SOURCES = (DataLoader, Dataset, Sampler)
 SMALL = 16 * 2**20  # bytes: of a data set only tensors up to this size are put back
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # of a tensor: what its gradient is given to
 TrainStep = Callable[[Any, Any, Any, Any, int], Any]
 
 
@@ -290,7 +291,8 @@ class _Kept:
     def _tensor(self, value: Tensor) -> Callable[[], None]:
         alias, asks, grad = value.detach(), value.requires_grad, value.grad if value.is_leaf else None
         content = alias.clone()
-        put_grad_back = self.keep(grad) if grad is not None else _nothing
+        hooks = {name: getattr(value, name, None) for name in HOOKS}
+        put_grad_back = self._items([grad, *hooks.values()], light=False)
 
         def put_back() -> None:
             with torch.no_grad():
@@ -303,6 +305,10 @@ class _Kept:
                     value.requires_grad_(asks)
                 if value.grad is not grad:
                     value.grad = grad
+                for name, before in hooks.items():
+                    if (now := getattr(value, name, None)) is not before:
+                        (now or {}).clear()  # autograd may hold on to it
+                        setattr(value, name, before)
                 put_grad_back()
 
         return put_back
