@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from dxdy_nb.diagnosis.observation import leading
 from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
-from dxdy_nb.diagnosis.report import Finding, Trial, found
+from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import bits_of
 from dxdy_nb.diagnosis.subject import batches_of, preserved, same_randomness
 from dxdy_nb.nested import mapped, tensors_in
@@ -390,17 +390,11 @@ def _better(experiment: Experiment, place: int, mean: float, std: float, rms: fl
         return
     raw_end = min(raw[-4:]) if len(finite(raw)) == LONG else math.inf
     if min(other[-4:]) < 0.5 * raw_end:
-
-        def trial() -> Trial:
-            before, after = (f"loss after {LONG} steps {end:.4g}" for end in (raw_end, min(other[-4:])))
-            return Trial("standardised inputs", before, after, min(other[-4:]) < raw_end)
-
         yield found(
             "unnormalised-inputs",
             "input",
             f"inputs have a root mean square of {rms:.3g}; after {LONG} steps the loss is {raw_end:.4g}, with "
             f"standardised inputs {min(other[-4:]):.4g}",
-            trial=trial,
             mean=f"{mean:.4g}",
             std=f"{std:.4g}",
         )

@@ -2,7 +2,6 @@
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +14,10 @@ from dxdy_nb.diagnosis.report import Finding, Report, ordered
 from dxdy_nb.diagnosis.repro import save
 from dxdy_nb.diagnosis.saw import saw
 from dxdy_nb.diagnosis.subject import NAMES, is_one_shot, preserved, same_randomness, subject_of
+from dxdy_nb.diagnosis.trials import Rule, with_trial
 from dxdy_nb.errors import DxdyError
 
 TIME = 40.0  # seconds
-Rule = Callable[[Experiment], Iterator[Finding]]
 # Every stage has a tuple RULES. A rule reads the experiment and yields findings.
 STAGE_MODULES = (crash, data, forward, loss, backward, update, reproduce)
 
@@ -96,7 +95,7 @@ def judged(experiment: Experiment) -> tuple[list[Finding], list[str]]:
         warnings.simplefilter("ignore")
         for rule in (rule for module in STAGE_MODULES for rule in module.RULES):
             try:
-                findings += rule(experiment)
+                findings += (with_trial(finding, rule, experiment) for finding in rule(experiment))
             except NotRepeatable:
                 continue  # said once, in the notes
             except OutOfTime:

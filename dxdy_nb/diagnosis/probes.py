@@ -42,6 +42,7 @@ class Experiment:
     steps: int | None = None
     seen: Observation = field(default_factory=Observation)
     initial: dict[str, Tensor] = field(default_factory=dict)  # parameters as they were given
+    driven: bool = True  # whether the step is the reader's own, and not what was heard of a loop
 
     def left(self) -> float:
         """Return the seconds that may still be used."""
@@ -165,6 +166,21 @@ class Experiment:
         return loss
 
     # ---- again, with one thing changed ----
+
+    def rewind(self) -> None:
+        """Set weights and learning rates to what they were at first; optimizers forget what they learnt."""
+        parameters = self.subject.parameters
+        with torch.no_grad():
+            for name, first in self.initial.items():
+                if name in parameters and parameters[name].shape == first.shape:
+                    parameters[name].copy_(first)
+        for optimizer in self.subject.all_optimizers:
+            optimizer.state.clear()
+            update = next((u for u in self.seen.updates if u.optimizer is optimizer), None)
+            for group, lr in zip(optimizer.param_groups, update.lrs if update else (), strict=False):
+                group["lr"] = lr
+        for p in parameters.values():
+            p.grad = None
 
     def again(
         self,

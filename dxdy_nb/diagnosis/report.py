@@ -51,12 +51,15 @@ class Finding:
     trial: Callable[[], Trial] | None = field(default=None, repr=False, compare=False)
 
     def try_fix(self) -> Trial:
-        """Try the fix on a copy of the set-up and return the evidence before and after.
+        """Try the fix for some steps, undo it bit by bit, and return the evidence without it and with it.
+
+        Set-up and weights are those of the diagnosis, even where the reader's own have been trained on since. Confirmed
+        means that the rule which found the cause finds it no more, and that the loss of one batch falls.
 
         Raises
         ------
         DxdyError
-            The fix is the reader's decision, so there is nothing to try.
+            The fix is the reader's decision, or in code that cannot be changed from here: there is nothing to try.
         """
         if self.trial is None:
             raise DxdyError(f"{self.cause}: this fix cannot be tried from here. Change it as it says: {self.fix}")

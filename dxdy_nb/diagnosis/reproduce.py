@@ -121,7 +121,7 @@ def _compared(state: Any, moments: Any, lrs: Any, position: Any, again: dict[str
     optimizer = again.get("optimizer")
     if optimizer is None:
         return
-    resumed_moments = _moments_of(again["model"], optimizer)
+    resumed_moments = moments_of(again["model"], optimizer)
     lost = [n for n in moments if n not in resumed_moments]
     swapped = [n for n in moments if n in resumed_moments and not _same_state(moments[n], resumed_moments[n])]
     if moments and len(lost) == len(moments):
@@ -165,10 +165,11 @@ def _same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _moments(subject: Any) -> dict[str, dict[str, Any]]:
-    return {} if subject.optimizer is None else _moments_of(subject.model, subject.optimizer)
+    return {} if subject.optimizer is None else moments_of(subject.model, subject.optimizer)
 
 
-def _moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Return a copy of what an optimizer has learnt of each parameter, by the parameter's name."""
     names = {id(p): n for n, p in model.named_parameters()}
     return {
         names[id(p)]: {k: v.detach().clone() if torch.is_tensor(v) else v for k, v in state.items()}

@@ -14,7 +14,7 @@ from dxdy_nb.diagnosis.observation import Call, Step, main_call
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable
 from dxdy_nb.diagnosis.report import Report
 from dxdy_nb.diagnosis.sameness import same_tensor
-from dxdy_nb.diagnosis.subject import Subject, TrainStep, is_one_shot, preserved
+from dxdy_nb.diagnosis.subject import TrainStep, is_one_shot, preserved
 from dxdy_nb.diagnosis.witness import Witness
 from dxdy_nb.nested import mapped, tensors_in
 
@@ -43,11 +43,11 @@ def judge(witness: Witness, time_limit: float = TIME) -> Report:
         accumulation_steps=max(1, witness.window),
         val_loader=next((one for one in witness.held_out if not is_one_shot(one)), None),
     )
-    experiment = Experiment(subject, time.monotonic() + time_limit, seen=seen, initial=witness.initial)
+    experiment = Experiment(subject, time.monotonic() + time_limit, seen=seen, initial=witness.initial, driven=False)
     if again is None:
         seen.notes.append("counterfactuals: the training step could not be run again from what was heard of it")
     with preserved(subject), torch.enable_grad():
-        _rewind(subject, witness)
+        experiment.rewind()
         return report_on(experiment)
 
 
@@ -63,22 +63,6 @@ def _is_direct(step: Step) -> bool:
     call, loss = main_call(step), step.losses[-1]
     outputs = tensors_in(call.output) if call is not None else []
     return len(loss.args) == 2 and not loss.kwargs and any(same_tensor(loss.args[0], t) for t in outputs)
-
-
-def _rewind(subject: Subject, witness: Witness) -> None:
-    """Set weights and learning rates to what they were when the loop began; optimizers forget what they learnt."""
-    parameters = subject.parameters
-    with torch.no_grad():
-        for name, first in witness.initial.items():
-            if name in parameters and parameters[name].shape == first.shape:
-                parameters[name].copy_(first)
-    for optimizer in subject.all_optimizers:
-        optimizer.state.clear()
-        update = next((u for u in witness.seen.updates if u.optimizer is optimizer), None)
-        for group, lr in zip(optimizer.param_groups, update.lrs if update else (), strict=False):
-            group["lr"] = lr
-    for p in parameters.values():
-        p.grad = None
 
 
 def _not_repeatable(*_: Any) -> Any:
@@ -116,7 +100,7 @@ def replayed(step: Step, optimizers: Sequence[Any]) -> TrainStep | None:
         with torch.autocast("cpu", call.autocast, enabled=call.autocast is not None):
             results = tensors_in(call.module(*args, **kwargs))
         args, kwargs = _filled((loss.args, loss.kwargs), compared, results, targets, fresh)
-        value = loss.module(*args, **kwargs) if loss.module is not None else results[own or 0]
+        value = (loss_fn or loss.module)(*args, **kwargs) if loss.module is not None else results[own or 0]
         value.backward()
         for one in optimizers:
             one.step()
