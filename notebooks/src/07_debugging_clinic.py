@@ -917,7 +917,8 @@ lesson.check("look_order", look_order)
 #
 # ### Try the fix before you change your code
 #
-# Some findings can be tried on a copy. The run with the rate of 2e-8:
+# Most fixes can be tried: made, run for some steps, judged by the rule that found the fault, and undone. The run with
+# the rate of 2e-8:
 
 # %%
 report = dx.diagnose(**clinic.rate_too_small(seed))
