@@ -11,8 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ALL, HALF = "all", ("diagnosis", "observe")
-# The plan of the house aims at 6,000, half of it for these two. The package is over it: a bound rises with a feature only.
-LIMIT, LIMIT_HALF = 11_450, 7_110
+# The plan of the house aims at 6,000, half of it for these two. The package is over it: a bound rises with a feature
+# and for nothing else.
+LIMIT, LIMIT_HALF = 11_750, 7_420
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
