@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import dxdy_nb as dx
 from dxdy_nb.diagnosis import witness
 from dxdy_nb.diagnosis.diagnose import diagnose
-from dxdy_nb.diagnosis.subject import is_one_shot, preserved, subject_of
+from dxdy_nb.diagnosis.subject import preserved, subject_of
 from dxdy_nb.errors import DxdyError
+from dxdy_nb.observe.batches import is_one_shot
 
 
 def set_up():

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
+from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import leading
 from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import bits_of
-from dxdy_nb.diagnosis.subject import batches_of, preserved, same_randomness
+from dxdy_nb.diagnosis.subject import batches_of, preserved
 from dxdy_nb.nested import mapped, tensors_in
 
 LONG = 40  # steps of a counterfactual
@@ -298,7 +299,7 @@ def alignment(experiment: Experiment) -> Iterator[Finding]:
         return
     dataset = experiment.subject.dataset
     if dataset is not None and hasattr(dataset, "__len__") and len(dataset) <= 20_000:
-        with same_randomness():
+        with random_states():
             rows = [tensors_in(dataset[i]) for i in range(len(dataset))]
         if all(len(r) >= 2 for r in rows):
             inputs, labels = [torch.stack([r[0] for r in rows])], [torch.stack([r[-1] for r in rows]).flatten()]

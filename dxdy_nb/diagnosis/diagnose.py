@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
+from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis import backward, crash, data, forward, loss, reproduce, update
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, Report, ordered
 from dxdy_nb.diagnosis.repro import save
 from dxdy_nb.diagnosis.saw import saw
-from dxdy_nb.diagnosis.subject import NAMES, is_one_shot, preserved, same_randomness, subject_of
+from dxdy_nb.diagnosis.subject import NAMES, preserved, subject_of
 from dxdy_nb.diagnosis.trials import Rule, with_trial
 from dxdy_nb.errors import DxdyError
+from dxdy_nb.observe.batches import is_one_shot
 
 TIME = 40.0  # seconds
 # Every stage has a tuple RULES. A rule reads the experiment and yields findings.
@@ -68,7 +70,7 @@ def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit
                 "diagnose: loader= is an iterator, and what is read from it is gone. Pass a DataLoader or a list, or "
                 "say how many batches may be used up: batches=8."
             )
-        with same_randomness():
+        with random_states():
             read = [batch for _, batch in zip(range(batches), subject.loader, strict=False)]
         subject = replace(subject, loader=read)
     experiment = Experiment(subject, began + time_limit, steps)

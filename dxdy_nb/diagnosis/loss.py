@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import leading, main_call
 from dxdy_nb.diagnosis.probes import Experiment
 from dxdy_nb.diagnosis.reading import Reading
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import replaced
-from dxdy_nb.diagnosis.subject import same_randomness
 from dxdy_nb.nested import tensors_in
 
 CLOSE = 1e-4
@@ -26,7 +26,7 @@ def _with_target(experiment: Experiment, y: Tensor) -> float:
     assert step is not None and old is not None
     call = step.losses[-1]
     args, kwargs = replaced((call.args, call.kwargs), old, y)
-    with same_randomness(), torch.no_grad():
+    with random_states(), torch.no_grad():
         return float(call.module(*args, **kwargs))
 
 
@@ -246,7 +246,7 @@ def _perfect(experiment: Experiment, index: int) -> Tensor | None:
     if not targets or old is None or targets[0].shape != old.shape:
         return None
     args, kwargs = replaced((call.args, call.kwargs), old, targets[0])
-    with torch.no_grad(), same_randomness():
+    with torch.no_grad(), random_states():
         return call.module(*args, **kwargs)
 
 
@@ -455,7 +455,7 @@ def mean_of_means(experiment: Experiment) -> Iterator[Finding]:
         return
     leaves = [out.detach().clone().requires_grad_() for out in outs]
     loss_fn = steps[0].losses[-1].module
-    with torch.enable_grad(), same_randomness():
+    with torch.enable_grad(), random_states():
         mean = sum(loss_fn(out, y) for out, y in zip(leaves, targets, strict=True)) / k
         whole = loss_fn(torch.cat(leaves), torch.cat(targets))
         parts, window = (torch.cat([g.flatten() for g in torch.autograd.grad(v, leaves)]) for v in (mean, whole))

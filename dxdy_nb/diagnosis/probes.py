@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import Call, Observation, Step, leading, main_call, target_of
 from dxdy_nb.diagnosis.reading import Reading, last_operation, read_loss
 from dxdy_nb.diagnosis.sameness import equal, replaced, same_tensor
-from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved, same_randomness
+from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved
 from dxdy_nb.diagnosis.witness import Witness, recording
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.nested import mapped, tensors_in
@@ -75,7 +76,7 @@ class Experiment:
         facts: dict[str, Any] = {"buffers": moved, "modes": _modes(self.subject.model)}
         facts["ema_still"] = [n for n, v in ema.items() if equal(v, after[n])]
         if self.subject.validate is not None:
-            with suppress(Exception), same_randomness():
+            with suppress(Exception), random_states():
                 marks = {n: b.detach().clone() for n, b in self.subject.model.named_buffers()}
                 self.subject.validate()
                 now = dict(self.subject.model.named_buffers())
@@ -362,7 +363,7 @@ class Experiment:
         if not any(same_tensor(t, old) for t in tensors_in((loss.args, loss.kwargs))):
             return None
         args, kwargs = replaced((loss.args, loss.kwargs), old, new)
-        with same_randomness():
+        with random_states():
             return loss.module(*args, **kwargs)
 
 

@@ -14,9 +14,10 @@ from dxdy_nb.diagnosis.observation import Call, Step, main_call
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable
 from dxdy_nb.diagnosis.report import Report
 from dxdy_nb.diagnosis.sameness import same_tensor
-from dxdy_nb.diagnosis.subject import TrainStep, is_one_shot, preserved
+from dxdy_nb.diagnosis.subject import TrainStep, preserved
 from dxdy_nb.diagnosis.witness import Witness
 from dxdy_nb.nested import mapped, tensors_in
+from dxdy_nb.observe.batches import is_one_shot
 
 
 def judge(witness: Witness, time_limit: float = TIME) -> Report:

@@ -41,6 +41,11 @@ def likeness(loader: DataLoader[Any]) -> object:
     return type(data), length, loader.batch_size, type(loader.sampler)
 
 
+def is_one_shot(loader: Any) -> bool:
+    """Return whether a loader is an iterator: what is read from it is gone."""
+    return hasattr(loader, "__next__") and iter(loader) is loader
+
+
 class Fetches:
     """A loader's iterator whose batches are fetched by ``fetch(iterator)``; everything else is the iterator's own."""
 
