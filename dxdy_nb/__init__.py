@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from dxdy_nb.observe.observer import watch as watch
     from dxdy_nb.runs.record import Run as Run
     from dxdy_nb.runs.record import result as result
+    from dxdy_nb.training.curvature import sharpness as sharpness
     from dxdy_nb.training.loop import train as train
+    from dxdy_nb.training.tuning import lr_range_test as lr_range_test
+    from dxdy_nb.training.tuning import lr_search as lr_search
 
 _HOMES = {
     "DxdyError": "errors",
@@ -28,8 +31,11 @@ _HOMES = {
     "diagnose": "diagnosis.diagnose",
     "graph": "autograd.graph",
     "live": "lesson.live",
+    "lr_range_test": "training.tuning",
+    "lr_search": "training.tuning",
     "record": "autograd.record",
     "result": "runs.record",
+    "sharpness": "training.curvature",
     "train": "training.loop",
     "watch": "observe.observer",
 }

@@ -20,6 +20,8 @@ from dxdy_nb.lesson.bins import PHASES, Bins, Record, binned, layer_norms, layer
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dxdy_nb.training.tuning import Bracket, Search
+
 # Okabe and Ito's palette: told apart by readers with any common form of colour blindness.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 GREY = "0.8"
@@ -261,6 +263,53 @@ def _emptied(figure: Figure) -> Figure:
         ax.autoscale()
         ax.set_prop_cycle(color=PALETTE)
     return figure
+
+
+def lr_range(bracket: "Bracket") -> Figure:
+    """Return the smoothed loss of a range test over the learning rate: the bracket in grey, the rules as lines.
+
+    Examples
+    --------
+    >>> lr_range(dx.lr_range_test(model=model, loss_fn=loss_fn, loader=loader, optimizer=optimizer))  # doctest: +SKIP
+    """
+    series = {"smoothed loss": (bracket.rates, bracket.losses)}
+    alt = "the loss over a rising learning rate, and the bracket to search in"
+    figure = curves(series, alt=alt, x="learning rate", y="loss", log_x=True)
+    ax = figure.axes[0]
+    ax.axvspan(*bracket, color="0.9", zorder=0, label="bracket")
+    for place, (rule, rate) in enumerate(bracket.rules.items(), start=1):
+        ax.axvline(rate, color=PALETTE[place], linestyle=_dash(place), linewidth=1.2, label=rule)
+    low, top = min(bracket.losses), bracket.losses[0]
+    ax.set_ylim(low - 0.1 * (top - low), top + 0.5 * (top - low))  # what blows up would press all else flat
+    ax.legend(frameon=False, fontsize=8)
+    return _finished(figure)
+
+
+def lr_search(search: "Search") -> Figure:
+    """Return the validation loss of short runs over their learning rates: a ring is the best, red crosses diverged.
+
+    Examples
+    --------
+    >>> lr_search(dx.lr_search(dx.RunConfig()))  # doctest: +SKIP
+    """
+    figure, axes = new_figure("validation loss of short runs over their learning rates, diverged ones as red crosses")
+    ax, table = axes[0, 0], search.table
+    known = table["validation_loss"][np.isfinite(table["validation_loss"])]
+    lost = table.index.difference(known.index)
+    ax.plot(known.index, known, marker="o", markersize=4, label="completed")
+    if search.best is not None:
+        style = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "linestyle": "", "color": PALETTE[2]}
+        ax.plot([search.best], [known[search.best]], label="best", **style)
+    if len(lost):
+        top = ax.get_xaxis_transform()  # a loss that is no number has no height
+        ax.plot(lost, [0.95] * len(lost), "x", color="red", markersize=9, transform=top, label="diverged")
+    if search.bracket is not None:
+        ax.axvspan(*search.bracket, color="0.9", zorder=0, label="bracket of the range test")
+    ax.set(xlabel="learning rate", ylabel="validation loss", xscale="log")
+    if known.max() > 10 * known.min() > 0:  # within one decade a log axis would have no number on it
+        ax.set_yscale("log")
+    ax.legend(frameon=False, fontsize=8)
+    return _finished(figure)
 
 
 def _finished(figure: Figure) -> Figure:
