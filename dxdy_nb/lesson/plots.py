@@ -43,10 +43,11 @@ def new_figure(
     figure = Figure(figsize=(width, height), dpi=90, layout="constrained")
     FigureCanvasAgg(figure)
     figure.set_label(alt)
-    return figure, _dress(figure.subplots(rows, columns, squeeze=False))
+    return figure, dress(figure.subplots(rows, columns, squeeze=False))
 
 
-def _dress(axes: Any) -> Any:
+def dress(axes: Any) -> Any:
+    """Give axes what all pictures of the workbook share."""
     for ax in axes.flat:
         ax.spines[["top", "right"]].set_visible(False)
         ax.set_prop_cycle(color=PALETTE)
@@ -57,6 +58,11 @@ def _dress(axes: Any) -> Any:
 def png(figure: Figure, compress_level: int = 6) -> bytes:
     """Return a figure as PNG bytes, the same for the same figure; level 1 is fast and large."""
     figure.canvas.draw()  # savefig would draw it twice
+    return png_as_drawn(figure, compress_level)
+
+
+def png_as_drawn(figure: Figure, compress_level: int = 6) -> bytes:
+    """Return as PNG bytes what a figure's canvas holds, without drawing it."""
     width, height = figure.canvas.get_width_height()
     pixels = Image.frombuffer("RGBA", (width, height), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1)  # type: ignore[attr-defined]
     buffer = io.BytesIO()
@@ -249,7 +255,7 @@ def empty_training() -> Figure:
     figure.set_layout_engine("none")
     above = [(left, 0.59, 0.245, 0.38) for left in (0.075, 0.41, 0.74)]
     below = [(0.145, 0.09, 0.29, 0.39), (0.445, 0.09, 0.012, 0.39), (0.625, 0.09, 0.36, 0.39)]
-    _dress(np.array([figure.add_axes(place) for place in (*above, *below)]))
+    dress(np.array([figure.add_axes(place) for place in (*above, *below)]))
     return figure
 
 
