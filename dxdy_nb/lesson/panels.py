@@ -38,7 +38,7 @@ def _bands(landscape: str, condition: float, cells: int) -> np.ndarray[Any, Any]
     return np.floor(14 * (height - height.min()) / np.ptp(height))
 
 
-def _trace(axes: Mapping[str, Any], walk: Walk, path: Any, colour: str, label: str = "") -> list[Artist]:
+def _trace(axes: Mapping[str, Any], walk: Walk, path: Any, colour: str) -> list[Artist]:
     """Draw a walk: its path on the map, and where there is a strip for it, what it does over the steps."""
     land = walk.over()
     seen = np.linalg.norm(path, axis=-2)[:, None] if walk.landscape == "matrix" else path.reshape(len(path), -1, 2)
@@ -61,7 +61,7 @@ def _trace(axes: Mapping[str, Any], walk: Walk, path: Any, colour: str, label: s
                     steps = np.arange(len(shown))
                     artists.append(axes[name].fill_between(steps, *ends, color=colour, alpha=0.2, linewidth=0))
                     shown = shown.mean(-1)
-                artists += axes[name].plot(shown, color=colour, linewidth=1.2, label=label)
+                artists += axes[name].plot(shown, color=colour, linewidth=1.2)
     return artists
 
 
@@ -120,10 +120,12 @@ def picture(walks: Mapping[str, Walk]) -> Figure:
     _map(axes["map"], first, 200)
     if len(walks) == 1:
         _rates(axes["rates"], first)
-    for colour, (name, walk) in zip(plots.PALETTE, walks.items(), strict=False):
-        _trace(axes, walk, walk.path(), colour, name)
+    for colour, walk in zip(plots.PALETTE, walks.values(), strict=False):
+        _trace(axes, walk, walk.path(), colour)
+    for name in ("height", "gradient", "ratio"):  # nothing moves here, so the axes may follow what is shown
+        axes[name].autoscale(axis="y")
     if len(walks) > 1:
-        axes["height"].legend(frameon=False, fontsize=8, ncols=3)
+        axes["map"].legend(axes["height"].lines, walks, fontsize=8, loc="upper right")
     return figure
 
 
@@ -202,7 +204,8 @@ class Playground:
     @property
     def walk(self) -> Walk:
         """The configuration that the sliders stand for."""
-        return replace(self.start, **{name: slider.value for name, slider in self.sliders.items()})
+        values = {name: slider.value for name, slider in self.sliders.items()}
+        return replace(self.start, **values | {"y": round(values["y"], 6)})  # on the axis means exactly on it
 
     @functools.cached_property
     def frame(self) -> Frame:
@@ -226,8 +229,7 @@ class Playground:
             "condition": widgets.FloatSlider(start.condition, min=1, max=100, step=1, readout_format=".0f", **wide),
             "y": widgets.FloatSlider(y, min=-2, max=2, step=0.1, **wide),
         }
-        hint = "a word, or a number of steps"
-        self.guess = widgets.Combobox(options=WORDS, placeholder=hint, description="I expect", **wide)
+        self.guess = widgets.Combobox(options=WORDS, placeholder="word or steps", description="I expect", **wide)
         self.button = widgets.Button(description="Run", icon="play", tooltip="Run this walk and show it")
         self.units, self.note, self.table = (widgets.HTML() for _ in range(3))
         self.image = widgets.Image(format="png", layout=widgets.Layout(width="100%", max_width="900px"))

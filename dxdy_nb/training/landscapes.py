@@ -22,67 +22,6 @@ SEEDS = 16  # walks over a noisy landscape
 THERE = 0.01  # of the starting height: who stays below it has arrived
 
 
-# ---- rules: a walk's rates and betas, a place, the gradient there and what was kept → the next place ----
-
-
-def sgd(walk: "Walk", z: Array, g: Array, kept: Kept) -> Array:
-    """Against the gradient."""
-    return z - walk.lr * g
-
-
-def heavy_ball(walk: "Walk", z: Array, g: Array, kept: Kept) -> Array:
-    """Along a velocity that gathers gradients, as ``SGD(momentum=...)``."""
-    kept["v"] = walk.momentum * kept["v"] + g
-    return z - walk.lr * kept["v"]
-
-
-def nesterov(walk: "Walk", z: Array, g: Array, kept: Kept) -> Array:
-    """Along the velocity that the next step would have."""
-    kept["v"] = walk.momentum * kept["v"] + g
-    return z - walk.lr * (g + walk.momentum * kept["v"])
-
-
-def rmsprop(walk: "Walk", z: Array, g: Array, kept: Kept) -> Array:
-    """Against the gradient over its recent size; ``beta2`` is what torch calls alpha."""
-    kept["s"] = walk.beta2 * kept["s"] + (1 - walk.beta2) * g * g
-    return z - walk.lr * (g / (np.sqrt(kept["s"]) + 1e-8))
-
-
-def adam(walk: "Walk", z: Array, g: Array, kept: Kept) -> Array:
-    """Along the mean gradient over its recent size, both corrected for their start at zero."""
-    kept["t"] += 1
-    kept["m"] = kept["m"] + (1 - walk.momentum) * (g - kept["m"])
-    kept["s"] = walk.beta2 * kept["s"] + (1 - walk.beta2) * g * g
-    size = np.sqrt(kept["s"]) / math.sqrt(1 - walk.beta2 ** kept["t"]) + 1e-8
-    return z - walk.lr / (1 - walk.momentum ** kept["t"]) * (kept["m"] / size)
-
-
-def adamw(walk: "Walk", z: Array, g: Array, kept: Kept) -> Array:
-    """Adam, and the weights shrink by ``lr`` times torch's weight decay of 0.01."""
-    return adam(walk, z * (1 - walk.lr * 0.01), g, kept)
-
-
-def muon(walk: "Walk", z: Array, g: Array, kept: Kept) -> Array:
-    """Along the velocity with its singular values set to about 1: ``torch.optim.Muon`` itself, on a matrix."""
-    if "optimizer" not in kept:
-        kept["weight"] = torch.nn.Parameter(torch.tensor(z))
-        kept["optimizer"] = torch.optim.Muon([kept["weight"]], walk.lr, momentum=walk.momentum, weight_decay=0.0)
-    kept["weight"].data, kept["weight"].grad = torch.tensor(z), torch.tensor(g)
-    kept["optimizer"].step()
-    return kept["weight"].detach().numpy().copy()
-
-
-OPTIMIZERS: dict[str, Callable[["Walk", Array, Array, Kept], Array]] = {
-    "sgd": sgd,
-    "momentum": heavy_ball,
-    "nesterov": nesterov,
-    "rmsprop": rmsprop,
-    "adam": adam,
-    "adamw": adamw,
-    "muon": muon,
-}
-
-
 # ---- landscapes ----
 
 
@@ -244,6 +183,70 @@ class Walk:
     def path(self) -> Array:
         """Return all places of the walk, its start first: a row a step."""
         return descend(self)
+
+
+# ---- rules: a walk's rates and betas, a place, the gradient there and what was kept → the next place ----
+
+
+def sgd(walk: Walk, z: Array, g: Array, kept: Kept) -> Array:
+    """Against the gradient."""
+    return z - walk.lr * g
+
+
+def heavy_ball(walk: Walk, z: Array, g: Array, kept: Kept) -> Array:
+    """Along a velocity that gathers gradients, as ``SGD(momentum=...)``."""
+    kept["v"] = walk.momentum * kept["v"] + g
+    return z - walk.lr * kept["v"]
+
+
+def nesterov(walk: Walk, z: Array, g: Array, kept: Kept) -> Array:
+    """Along the velocity that the next step would have."""
+    kept["v"] = walk.momentum * kept["v"] + g
+    return z - walk.lr * (g + walk.momentum * kept["v"])
+
+
+def rmsprop(walk: Walk, z: Array, g: Array, kept: Kept) -> Array:
+    """Against the gradient over its recent size; ``beta2`` is what torch calls alpha."""
+    kept["s"] = walk.beta2 * kept["s"] + (1 - walk.beta2) * g * g
+    return z - walk.lr * (g / (np.sqrt(kept["s"]) + 1e-8))
+
+
+def adam(walk: Walk, z: Array, g: Array, kept: Kept) -> Array:
+    """Along the mean gradient over its recent size, both corrected for their start at zero."""
+    kept["t"] += 1
+    kept["m"] = kept["m"] + (1 - walk.momentum) * (g - kept["m"])
+    kept["s"] = walk.beta2 * kept["s"] + (1 - walk.beta2) * g * g
+    size = np.sqrt(kept["s"]) / math.sqrt(1 - walk.beta2 ** kept["t"]) + 1e-8
+    return z - walk.lr / (1 - walk.momentum ** kept["t"]) * (kept["m"] / size)
+
+
+def adamw(walk: Walk, z: Array, g: Array, kept: Kept) -> Array:
+    """Adam, and the weights shrink by ``lr`` times torch's weight decay of 0.01."""
+    return adam(walk, z * (1 - walk.lr * 0.01), g, kept)
+
+
+def muon(walk: Walk, z: Array, g: Array, kept: Kept) -> Array:
+    """Along the velocity with its singular values set to about 1: ``torch.optim.Muon`` itself, on a matrix."""
+    if "optimizer" not in kept:
+        kept["weight"] = torch.nn.Parameter(torch.tensor(z))
+        kept["optimizer"] = torch.optim.Muon([kept["weight"]], walk.lr, momentum=walk.momentum, weight_decay=0.0)
+    kept["weight"].data, kept["weight"].grad = torch.tensor(z), torch.tensor(g)
+    kept["optimizer"].step()
+    return kept["weight"].detach().numpy().copy()
+
+
+OPTIMIZERS: dict[str, Callable[[Walk, Array, Array, Kept], Array]] = {
+    "sgd": sgd,
+    "momentum": heavy_ball,
+    "nesterov": nesterov,
+    "rmsprop": rmsprop,
+    "adam": adam,
+    "adamw": adamw,
+    "muon": muon,
+}
+
+
+# ---- what a walk does ----
 
 
 def optimizers(landscape: str) -> list[str]:
