@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from dxdy_nb.runs import lessons
 
@@ -217,6 +217,86 @@ def test_the_slider_over_the_steps_of_a_graph_turns_the_page(lab: Lab, browser: 
         seen.append((picture.get_attribute("src"), words.inner_text()))
     assert len({text for _, text in seen}) == 4
     assert picture.evaluate("picture => picture.naturalWidth") > 100
+    page.close()
+
+
+def drag(page: Page, handle: Locator, pixels: int) -> None:
+    """Move a slider's handle to the right with the mouse."""
+    handle.scroll_into_view_if_needed()
+    box = handle.bounding_box()
+    assert box is not None
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + pixels, y, steps=5)
+    page.mouse.up()
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_playground_of_lesson_05_is_moved_asked_and_answered(lab: Lab, browser: Browser) -> None:
+    page = open_notebook(browser, lab, "05_optimizer_tuning.ipynb")
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    run_all(page)
+    stop = page.get_by_role("button", name="Stop")  # of the run in section 8; the toolbar's has another name
+    stop.last.wait_for()
+    page.get_by_label("schedule", exact=True).select_option("constant")
+    stop.last.click()
+    stop.last.wait_for(state="detached")
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+
+    panel = page.locator(".jp-OutputArea-output").filter(has=page.get_by_placeholder("word or steps")).last
+    guess, picture = panel.get_by_placeholder("word or steps"), panel.locator("img")
+    words = panel.locator(".widget-html-content")
+    button = panel.locator("button").first
+    guess.scroll_into_view_if_needed()
+
+    def shown() -> str:
+        return panel.text_content() or ""
+
+    def changed(act: Callable[[], object], what: str) -> None:
+        before = picture.get_attribute("src")
+        act()
+        until(page, lambda: picture.get_attribute("src") != before, what)
+
+    assert "rate = 0.5 × 2/λ" in shown()
+    button.click()
+    page.wait_for_timeout(1000)
+    assert "1 of 1 right" not in shown() and words.count() >= 2, "nothing is shown before it was predicted"
+
+    handles = panel.locator(".noUi-handle")
+    drag(page, handles.first, 15)  # the rate
+    until(page, lambda: "rate = 0.5 × 2/λ" not in shown(), "the rate follows the mouse")
+    for _ in range(40):
+        handles.first.press("ArrowRight")
+    readout = panel.locator(".widget-readout").first
+
+    def arrived() -> bool:  # in units of 2/λ the rate is five times itself here; a front end hands on moves one by one
+        told, units = float(readout.inner_text()), float(re.search(r"rate = (\S+) ×", shown())[1])
+        return told > 0.5 and abs(units / (5 * told) - 1) < 0.01
+
+    until(page, arrived, "the rate follows the arrow keys")
+    guess.fill("diverges")
+    changed(button.click, "the walk is drawn")
+    until(page, lambda: "1 of 1 right" in shown() and "diverges? It diverges." in shown(), "the prediction is kept")
+    assert guess.input_value() == "", "the next move asks for the next prediction"
+
+    panel.get_by_label("landscape", exact=True).select_option("matrix")
+    until(page, lambda: panel.get_by_label("optimizer", exact=True).locator("option").count() == 7, "Muon is offered")
+    guess.fill("7")
+    guess.press("Tab")
+    changed(lambda: button.press("Enter"), "the keyboard runs a walk too")
+    until(page, lambda: "of 2 right" in shown(), "both predictions are kept")
+
+    wide = picture.bounding_box()
+    page.set_viewport_size({"width": 800, "height": 1000})
+    until(page, lambda: picture.bounding_box()["width"] < wide["width"], "the picture follows the width of the page")
+    page.keyboard.press("Control+s")
+    stored = lab.root / "notebooks" / "05_optimizer_tuning.ipynb"
+    until(page, lambda: "These walks as a picture" in stored.read_text(), "a file without a kernel has a picture")
+    assert not problems
     page.close()
 
 

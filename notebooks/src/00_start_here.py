@@ -522,7 +522,7 @@ except RuntimeError as error:
 # <td>What is a trustworthy baseline? One device, fp32, real data, every step logged</td><td>core</td></tr>
 # <tr><td>04</td><td><a href="04_gradients_of_gradients.ipynb">04_gradients_of_gradients</a></td>
 # <td>When is <code>create_graph</code> needed, and when not?</td><td>further</td></tr>
-# <tr><td>05</td><td>05_optimizer_tuning · <i>planned</i></td>
+# <tr><td>05</td><td><a href="05_optimizer_tuning.ipynb">05_optimizer_tuning</a></td>
 # <td>How do I choose initialisation, optimizer, learning rate and schedule by experiment?</td><td>core</td></tr>
 # <tr><td>06</td><td>06_precision_and_accumulation · <i>planned</i></td>
 # <td>What do AMP and gradient accumulation change, and when are they <i>not</i> equivalent?</td><td>core</td></tr>
@@ -540,7 +540,7 @@ except RuntimeError as error:
 # </table>
 #
 # **You are learning.** In order: 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08 → 10 → 11; 04 and 09 when you need them. Today
-# that is 00 → 01 → 02 → 03 → 07, and 04.
+# that is 00 → 01 → 02 → 03 → 05 → 07, and 04.
 #
 # **You are an engineer with a run in trouble.** The table below, its probe, then the lesson that it names. If the
 # gradient itself is under suspicion, 02; if you have no run to compare with, 03. Then 07.
@@ -569,7 +569,7 @@ except RuntimeError as error:
 # [n for n, p in model.named_parameters() if id(p) not in held]
 # </pre>A name here is a weight that the optimizer does not hold. No name? Then the learning rate, then the next
 # two rows.</td>
-# <td>05 <i>planned</i>, <a href="07_debugging_clinic.ipynb">07</a></td></tr>
+# <td><a href="05_optimizer_tuning.ipynb">05</a>, <a href="07_debugging_clinic.ipynb">07</a></td></tr>
 # <tr><td>Gradients are None</td><td>forward, backward</td><td><pre>
 # loss.requires_grad
 # [n for n, p in model.named_parameters() if p.grad is None]
@@ -592,7 +592,7 @@ except RuntimeError as error:
 # grads = [p.grad for p in model.parameters() if p.grad is not None]
 # torch.nn.utils.get_total_norm(grads)
 # </pre>Log it at each step, beside the learning rate. Does the norm rise before the loss does?</td>
-# <td><a href="03_baseline_run.ipynb">03</a>, 05 <i>planned</i></td></tr>
+# <td><a href="03_baseline_run.ipynb">03</a>, <a href="05_optimizer_tuning.ipynb">05</a></td></tr>
 # <tr><td>The loss falls, then stays; all predictions look alike</td><td>loss</td><td><pre>
 # prediction.shape, y.shape
 # prediction.std(dim=0)

@@ -11,7 +11,7 @@
 # - read a report, and say when one of torch's own tools is the better one
 #
 # **Know before.** The graph (01), the hand check (02), the baseline with its update ratio (03), how a rate is chosen
-# (05, planned).
+# (05).
 #
 # **Minutes.** 45
 #
