@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dxdy_nb.errors import DxdyError as DxdyError
     from dxdy_nb.lesson.live import live as live
     from dxdy_nb.observe.observer import watch as watch
+    from dxdy_nb.ranks.session import session as session
     from dxdy_nb.runs.record import Run as Run
     from dxdy_nb.runs.record import result as result
     from dxdy_nb.training.curvature import sharpness as sharpness
@@ -36,6 +37,7 @@ _HOMES = {
     "record": "autograd.record",
     "result": "runs.record",
     "sharpness": "training.curvature",
+    "session": "ranks.session",
     "train": "training.loop",
     "watch": "observe.observer",
 }

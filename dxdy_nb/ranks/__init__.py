@@ -1,0 +1,1 @@
+"""The same function on several processes."""
