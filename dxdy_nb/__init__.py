@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dxdy_nb.errors import DxdyError as DxdyError
     from dxdy_nb.lesson.live import live as live
     from dxdy_nb.observe.observer import watch as watch
+    from dxdy_nb.ranks.pool import launch as launch
     from dxdy_nb.ranks.session import session as session
     from dxdy_nb.runs.record import Run as Run
     from dxdy_nb.runs.record import result as result
@@ -31,6 +32,7 @@ _HOMES = {
     "check_gradients": "autograd.check",
     "diagnose": "diagnosis.diagnose",
     "graph": "autograd.graph",
+    "launch": "ranks.pool",
     "live": "lesson.live",
     "lr_range_test": "training.tuning",
     "lr_search": "training.tuning",
