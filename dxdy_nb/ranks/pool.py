@@ -13,22 +13,21 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import count
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any
 
 from dxdy_nb.errors import DxdyError
-from dxdy_nb.ranks.failure import RankError, Seen, blame, ending
+from dxdy_nb.ranks.failure import Seen, blame
 from dxdy_nb.ranks.output import Output
 from dxdy_nb.ranks.shipping import packed
-from dxdy_nb.ranks.worker import PULSE, Beat, Failure, Job, Ready, Result
+from dxdy_nb.ranks.worker import PULSE, Failure, Job
 from dxdy_nb.runs.environment import attended
 
 IDLE = 600.0  # seconds after which unused processes end: each holds 220 MB, and on a GPU a context
 GRACE = 2.0  # seconds in which the others may still tell a better reason than a lost peer
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from dxdy_nb.ranks import worker; worker.main({arguments})"
+_PROGRAM = "import sys; sys.path[:] = {path!r}; from dxdy_nb.ranks.worker import main; main{arguments}"
 
 
 def launch(
@@ -70,38 +69,27 @@ def launch(
     >>> launch(total, 2.0, world_size=2)
     [(0, 3.0), (1, 3.0)]
     """
-    global _POOL
     if not callable(function):
         raise DxdyError(f"launch: expected a function, got a {type(function).__name__}.")
     threads = _threads(world_size)
     for name, value in {"timeout": timeout, "stall": stall}.items():
         if value is not None and not value > 0:
             raise DxdyError(f"launch: expected {name} in seconds, above 0, got {value!r}.")
-    job = Job(
-        call=packed(function, args),
-        world_size=world_size,
-        timeout=timeout,
-        threads=threads,
-        path=[str(folder) for folder in sys.path],
-        directory=os.getcwd(),
-        argv=sys.argv,
-        environment=dict(os.environ),
-        attended=attended(),
-    )
-    if _POOL.owner != os.getpid():  # a fork's processes are not its parent's
-        _POOL = _Pool()
+    call = packed({getattr(function, "__name__", "the function"): function, "arguments": args})
     if not _POOL.lock.acquire(blocking=False):
         raise DxdyError("launch: another launch of this process is still running; wait for its end.")
     try:
-        results = _POOL.call(job, stall)
+        store, path = _POOL.meeting_point(), [str(one) for one in sys.path]
+        state = attended(), path, sys.argv, os.getcwd(), dict(os.environ)
+        results = _POOL.run(Job(call, world_size, timeout, store, threads, *state), stall)
     finally:
         _POOL.lock.release()
-    return [pickle.loads(result) for result in results]
+    return [pickle.loads(result)[0] for result in results]
 
 
 def close() -> None:
     """End the processes that wait for the next ``launch``: their memory, and their GPUs, are free again."""
-    if _POOL.owner == os.getpid() and _POOL.lock.acquire(blocking=False):  # else a call is under way
+    if _POOL.lock.acquire(blocking=False):  # else a call is under way
         try:
             _POOL.close()
         finally:
@@ -138,17 +126,18 @@ class _Worker:
     rank: int
     process: subprocess.Popen[bytes]
     link: Connection
-    ready: bool = False
+    streams: dict[IO[bytes], str]
+    parent: int = field(default_factory=os.getpid)
     fresh: bool = True  # no call is under way or has failed there
+    seen: Seen = field(default_factory=Seen)
 
     @classmethod
     def start(cls, rank: int, threads: int, folder: str) -> "_Worker":
         """Start a process, and do not wait for it."""
         ours, theirs = Pipe()
-        arguments = f"{theirs.fileno()}, {rank}, {os.getpid()}, {folder!r}"
-        program = _PROGRAM.format(path=[str(one) for one in sys.path], arguments=arguments)
+        path, arguments = [str(one) for one in sys.path], (theirs.fileno(), rank, os.getpid(), folder)
         process = subprocess.Popen(
-            [sys.executable, "-c", program],
+            [sys.executable, "-c", _PROGRAM.format(path=path, arguments=arguments)],
             env={**os.environ, "OMP_NUM_THREADS": str(threads)},  # read once, when torch is loaded
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -158,152 +147,69 @@ class _Worker:
             bufsize=0,
         )
         theirs.close()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
+        assert process.stdout is not None and process.stderr is not None
+        streams = {process.stdout: "stdout", process.stderr: "stderr"}
+        for stream in streams:
             os.set_blocking(stream.fileno(), False)
-        return cls(rank, process, ours)
+        return cls(rank, process, ours, streams)
 
-    def outputs(self) -> dict[IO[bytes], str]:
-        """Return its open outputs, by their names."""
-        named = {self.process.stdout: "stdout", self.process.stderr: "stderr"}
-        return {stream: name for stream, name in named.items() if stream is not None and not stream.closed}
-
-    def send(self, message: object) -> None:
-        """Tell it something; that it has ended is seen elsewhere."""
-        self.fresh = False
-        with contextlib.suppress(OSError):
+    def send(self, message: Job | None) -> None:
+        """Tell it to begin a job, or that the others are done with one too."""
+        self.fresh = message is None
+        with contextlib.suppress(OSError):  # it has ended, which is seen elsewhere
             self.link.send(message)
 
-    def messages(self) -> Iterator[object]:
-        """Return what has arrived from it; a process that ended without a word is a failure."""
-        with contextlib.suppress(EOFError, OSError):
-            while self.link.poll():
-                yield self.link.recv()
-            if self.process.poll() is None:
-                return
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a closed link ends the process, if not at once
-            self.process.wait(timeout=1)
-        self.kill()
-        yield Failure(ending(self.process.returncode), died=True)
-
-    def kill(self) -> None:
-        """End it, and all processes that it has started."""
-        self.fresh = False
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def end(self) -> None:
-        """End it, and hear no more of it."""
-        self.kill()
-        self.link.close()
-        for stream in self.outputs():
-            stream.close()
-
-
-@dataclass
-class _Call:
-    """A call under way, and what is known of its ranks."""
-
-    workers: list[_Worker]
-    output: Output
-    beats: dict[int, Beat] = field(default_factory=dict)
-    failures: dict[int, Failure] = field(default_factory=dict)  # the first first
-    results: dict[int, bytes] = field(default_factory=dict)
-
-    def follow(self, job: Job, stall: float | None) -> list[bytes]:
-        """Send the job when all processes are ready, print what they print, and return their pickled results."""
-        sent, moved, until = False, time.monotonic(), math.inf
-        while self.running and time.monotonic() < until:
-            if self.hear(PULSE):
-                moved = time.monotonic()
-            elif stall is not None and time.monotonic() - moved > stall:
-                raise self.error(stall)
-            if self.failures:
-                guilty = any(Seen(failure).guilty for failure in self.failures.values())
-                until = min(until, time.monotonic() + (GRACE / 10 if guilty else GRACE))
-            if not sent and all(one.ready for one in self.workers):
-                sent = True
-                self.beats.clear()
-                for one in self.workers:
-                    one.send(job)
-        self.hear(0)
-        self.output.end()
-        if self.failures:
-            raise self.error()
-        for one in self.workers:
-            one.send(None)
-            one.fresh = True
-        return [self.results[one.rank] for one in self.workers]
-
-    @property
-    def running(self) -> list[_Worker]:
-        """The processes that have neither returned nor failed."""
-        return [one for one in self.workers if one.rank not in self.failures and one.rank not in self.results]
-
-    def hear(self, seconds: float) -> bool:
-        """Wait so long for anything to arrive, take it in, and return whether something did."""
-        outputs = {stream: (one, name) for one in self.workers for stream, name in one.outputs().items()}
-        wait([*(stream.fileno() for stream in outputs), *(one.link for one in self.running)], seconds)
-        heard = False
-        for stream, (one, name) in outputs.items():
+    def hear(self, output: Output) -> bool:
+        """Take in what it has printed and told, and return whether there was anything."""
+        heard, ended = False, self.process.poll() is not None
+        for stream, name in [*self.streams.items()]:
             data = stream.read(1 << 20)  # None: nothing there now
             if data:
-                self.output.hear(one.rank, name, data)
+                output.hear(self.rank, name, data)
             elif data is not None:
-                stream.close()
+                del self.streams[stream]
             heard |= bool(data)
-        for one in self.running:
-            for message in one.messages():
-                self.take(one, message)
+        with contextlib.suppress(EOFError, OSError):
+            while self.link.poll():
+                vars(self.seen).update(self.link.recv())
                 heard = True
+        if ended and not self.seen.over:
+            code = self.process.returncode
+            why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            self.seen.failure = Failure(why, time.monotonic(), died=True)
         return heard
 
-    def take(self, one: _Worker, message: object) -> None:
-        """Keep what a process has told."""
-        match message:
-            case Ready():
-                one.ready = True
-            case Beat():
-                self.beats[one.rank] = message
-            case Result():
-                self.results[one.rank] = message.pickled
-            case Failure():
-                self.failures[one.rank] = message
-
-    def error(self, stalled: float | None = None) -> RankError:
-        """Return the error that names the cause."""
-        words = self.output.last_words
-        return blame(
-            {
-                rank: Seen(self.failures.get(rank), self.beats.get(rank), rank in self.results, tuple(words[rank]))
-                for rank in dict.fromkeys([*self.failures, *range(len(self.workers))])
-            },
-            stalled,
-        )
+    def end(self) -> None:
+        """End it, and all processes that it has started."""
+        if os.getpid() == self.parent:  # and not a fork of it
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        with self.process, self.link:  # waits for it, and closes all
+            self.fresh = False
 
 
 @dataclass
 class _Pool:
     """The processes of this one; the first ``world_size`` of them serve a call."""
 
-    owner: int = field(default_factory=os.getpid)
     workers: list[_Worker] = field(default_factory=list)
-    folder: str = ""  # private: where the ranks of a call find each other
-    numbers: Iterator[int] = field(default_factory=count)
+    folder: str = ""  # private
     lock: threading.Lock = field(default_factory=threading.Lock)
     timer: threading.Timer | None = None
 
-    def call(self, job: Job, stall: float | None) -> list[bytes]:
+    def meeting_point(self) -> str:
+        """Return the name of a file that is not there yet, in a folder that nobody else can read."""
+        if not os.path.isdir(self.folder):
+            self.folder = tempfile.mkdtemp(prefix="dxdy-ranks-")
+        return os.path.join(self.folder, str(time.monotonic_ns()))
+
+    def run(self, job: Job, stall: float | None) -> list[bytes]:
         """Run a job on the first processes; whatever ends it early ends them, and others start."""
         if self.timer is not None:
             self.timer.cancel()
-        if not os.path.isdir(self.folder):
-            self.folder = tempfile.mkdtemp(prefix="dxdy-ranks-")
-        job = replace(job, store=os.path.join(self.folder, str(next(self.numbers))))
         self.start(job)
         try:
-            return _Call(self.workers[: job.world_size], Output(job.attended)).follow(job, stall)
+            return _follow(self.workers[: job.world_size], job, stall)
         except BaseException:
             self.start(job)
             raise
@@ -317,16 +223,42 @@ class _Pool:
         unfit = [one for one in self.workers[: job.world_size] if not one.fresh or one.process.poll() is not None]
         for one in unfit:
             one.end()
-        ranks = [*(one.rank for one in unfit), *range(len(self.workers), job.world_size)]
-        for rank in ranks:
+        for rank in [*(one.rank for one in unfit), *range(len(self.workers), job.world_size)]:
             self.workers[rank : rank + 1] = [_Worker.start(rank, job.threads, self.folder)]
 
     def close(self) -> None:
         """End all processes."""
-        for one in self.workers:
-            one.end()
-        self.workers.clear()
+        while self.workers:
+            self.workers.pop().end()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _follow(workers: Sequence[_Worker], job: Job, stall: float | None) -> list[bytes]:
+    """Send a job to its processes, print what they print, and return their pickled results."""
+    output = Output(job.attended)
+    for one in workers:
+        one.seen = Seen()
+        one.send(job)
+    moved, until = time.monotonic(), math.inf
+    while running := [one for one in workers if not one.seen.over]:
+        streams = [stream.fileno() for one in workers for stream in one.streams]
+        wait([*streams, *(one.link for one in running)], PULSE)
+        heard = [one.hear(output) for one in workers]
+        now = time.monotonic()
+        moved = now if any(heard) else moved
+        if any(one.seen.failure for one in workers):
+            until = min(until, now + (GRACE / 10 if any(one.seen.guilty for one in workers) else GRACE))
+        if now > until or (stall is not None and now - moved > stall):
+            break
+    for one in workers:
+        one.hear(output)
+    output.end()
+    results = [one.seen.result for one in workers if one.seen.result is not None]
+    if len(results) < len(workers):
+        raise blame([one.seen for one in workers], stall)
+    for one in workers:
+        one.send(None)
+    return results
 
 
 _POOL = _Pool()

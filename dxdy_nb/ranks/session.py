@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -87,10 +88,10 @@ def session(*, device: str = "auto", timeout: float = 60.0) -> Iterator[Session]
     if place is None:
         yield Session(0, 1, 0, _pick(device, 0))
         return
-    mine = _pick(device, place.local_rank)
+    own = _pick(device, place.local_rank)
     _join(place, timedelta(seconds=timeout))
     try:
-        yield Session(place.rank, place.world_size, place.local_rank, mine)
+        yield Session(*place[:3], own)
     except BaseException:
         _failed.append(dist.group.WORLD)
         raise
@@ -112,8 +113,7 @@ def leave() -> None:
         del group
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """What a launcher tells a process."""
 
     rank: int

@@ -1,12 +1,10 @@
-"""A call as bytes that another process can run, also where that process cannot import the function."""
+"""Things as bytes that another process can read, also where it cannot import their functions and classes."""
 
 import inspect
 import io
 import marshal
 import os
-import pickle
 import sys
-from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -15,35 +13,36 @@ import cloudpickle
 from dxdy_nb.errors import DxdyError
 
 
-def packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Return the pickle of a call; functions and classes travel by value where they cannot be imported.
+def packed(things: dict[str, Any]) -> bytes:
+    """Return the pickle of a tuple of things; what could not be imported goes by value.
 
     That is what a notebook's cell, a script or standard input has defined, and what was loaded from a file by its path.
 
     Raises
     ------
     DxdyError
-        Something in it cannot be pickled: its name, and how the function comes to it.
+        Something in them cannot be pickled: its name, and by which names it is reached.
     """
     try:
-        return _dumps((function, args))
+        return _dumps(tuple(things.values()))
     except Exception as error:
-        parts = {"arguments": args, getattr(function, "__name__", "the function"): function}
-        way = next((_way(name, part, set()) for name, part in parts.items() if not _can_be_sent(part)), "")
         reason = f"{type(error).__name__}: {error}"
     raise DxdyError(
-        f"launch: {way or 'the call'} cannot be sent to another process ({reason}). "
-        "Make it inside the function, or pass what it is made from."
+        f"launch: {_way(things, set())} cannot be sent to another process ({reason}). "
+        "Make it where it is used, or pass what it is made from."
     )
 
 
-def _way(name: str, thing: Any, seen: set[int]) -> str:
-    """Return the names that lead to the innermost thing that cannot be pickled."""
+def _way(thing: Any, seen: set[int]) -> str:
+    """Return the names that lead to the innermost thing that cannot be pickled, and its type."""
     seen.add(id(thing))
-    for key, part in _parts(thing).items():
-        if id(part) not in seen and not _can_be_sent(part):
-            return f"{name} → {_way(str(key), part, seen)}"
-    return f"{name} (a {type(thing).__qualname__})"
+    for name, part in _parts(thing).items():
+        if id(part) not in seen:
+            try:
+                _dumps(part)
+            except Exception:
+                return f"{name} → {_way(part, seen)}"
+    return f"a {type(thing).__qualname__}"
 
 
 def _parts(thing: Any) -> dict[Any, Any]:
@@ -55,16 +54,8 @@ def _parts(thing: Any) -> dict[Any, Any]:
     return thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
 
 
-def _can_be_sent(thing: Any) -> bool:
-    try:
-        _dumps(thing)
-    except Exception:
-        return False
-    return True
-
-
 def _dumps(thing: Any) -> bytes:
-    pickler = _Pickler(buffer := io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+    pickler = _Pickler(buffer := io.BytesIO())
     try:
         pickler.dump(thing)
     finally:
@@ -76,8 +67,8 @@ def _dumps(thing: Any) -> bytes:
 class _Pickler(cloudpickle.Pickler):
     """Takes along the contents of modules that a fresh process could not import."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
         self.by_value: list[ModuleType] = []
         self._looked_at: set[str] = set()
 
@@ -86,12 +77,12 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(thing, CodeType):  # with its file's name, which cloudpickle leaves out: tracebacks show its lines
             return marshal.loads, (marshal.dumps(thing),)
         if isinstance(thing, (type, FunctionType, ModuleType)):
-            name = getattr(thing, "__module__", None) or getattr(thing, "__name__", "")
-            if name in sys.modules and name not in self._looked_at:
-                self._looked_at.add(name)
-                if not _can_be_imported(module := sys.modules[name]):
-                    cloudpickle.register_pickle_by_value(module)
-                    self.by_value.append(module)
+            name = str(getattr(thing, "__module__", None) or thing.__name__)
+            module = None if name in self._looked_at else sys.modules.get(name)
+            self._looked_at.add(name)
+            if module and not _can_be_imported(module):
+                cloudpickle.register_pickle_by_value(module)
+                self.by_value.append(module)
         return super().reducer_override(thing)
 
 
