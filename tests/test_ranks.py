@@ -13,6 +13,8 @@ import threading
 import time
 import warnings
 
+import nbclient
+import nbformat
 import numpy as np
 import psutil
 import pytest
@@ -43,6 +45,14 @@ def test_a_warm_process_serves_one_call_after_another():
     assert dx.launch(pids) == first
     assert dx.launch(pids, world_size=1) == first[:1]
     assert dx.launch(pids, world_size=3)[:2] == first
+
+
+@pytest.mark.slow
+def test_processes_that_nobody_uses_end(monkeypatch):
+    monkeypatch.setattr(pool, "IDLE", 0.2)
+    idle = dx.launch(pids)
+    wait_until_gone(idle)
+    assert pool._POOL.workers == [] and not os.path.exists(pool._POOL.folder)
 
 
 def test_a_session_knows_its_place():
@@ -410,6 +420,23 @@ def test_the_ranks_end_with_a_parent_that_is_killed(tmp_path, monkeypatch):
         process.kill()
     wait_until_gone(ranks)
     assert list(tmp_path.glob("dxdy-ranks-*")) == []
+
+
+CELLS = [
+    "import dxdy_nb as dx, torch.distributed as dist\ndef f(): return dist.get_rank()\ndx.launch(f)",
+    "def f():\n    raise ValueError(dist.get_rank() + 7)  # in a cell\ndx.launch(f)",
+    "def f(): return get_ipython\ndx.launch(f)",
+]
+
+
+@pytest.mark.slow
+def test_a_function_in_a_cell():
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(text) for text in CELLS])
+    nbclient.NotebookClient(notebook, timeout=300, allow_errors=True, kernel_name="python3").execute()
+    outputs = [cell.outputs[-1] for cell in notebook.cells]
+    assert outputs[0]["data"]["text/plain"] == "[0, 1]"
+    assert "raise ValueError(dist.get_rank() + 7)  # in a cell" in outputs[1]["evalue"]
+    assert "f → get_ipython" in outputs[2]["evalue"] and "cannot be sent to another process" in outputs[2]["evalue"]
 
 
 @pytest.mark.slow

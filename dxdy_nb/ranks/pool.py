@@ -62,10 +62,10 @@ def launch(
 
     Examples
     --------
+    >>> from dxdy_nb import session
     >>> def total(x):
     ...     with session(device="cpu") as s:
     ...         return s.rank, s.mean(x * (s.rank + 1), 1)
-    >>> from dxdy_nb.ranks.session import session
     >>> launch(total, 2.0, world_size=2)
     [(0, 3.0), (1, 3.0)]
     """
@@ -181,7 +181,7 @@ class _Worker:
 
     def end(self) -> None:
         """End it, and all processes that it has started."""
-        if os.getpid() == self.parent:  # and not a fork of it
+        if os.getpid() == self.parent and not self.link.closed:  # no fork of it, and not done yet
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         with self.process, self.link:  # waits for it, and closes all

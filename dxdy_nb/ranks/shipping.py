@@ -34,7 +34,7 @@ def packed(things: dict[str, Any]) -> bytes:
 
 
 def _way(thing: Any, seen: set[int]) -> str:
-    """Return the names that lead to the innermost thing that cannot be pickled, and its type."""
+    """Return the names that lead to the thing that cannot be pickled, and its type."""
     seen.add(id(thing))
     for name, part in _parts(thing).items():
         if id(part) not in seen:
@@ -51,7 +51,7 @@ def _parts(thing: Any) -> dict[Any, Any]:
         return {**used.globals, **used.nonlocals}
     if isinstance(thing, (list, tuple)):
         return {f"[{place}]": part for place, part in enumerate(thing)}
-    return thing if isinstance(thing, dict) else getattr(thing, "__dict__", {})
+    return thing if isinstance(thing, dict) else {}
 
 
 def _dumps(thing: Any) -> bytes:

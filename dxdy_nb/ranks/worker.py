@@ -161,7 +161,8 @@ def _prepare(job: Job, rank: int) -> None:
     torch.set_num_threads(job.threads)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
-    torch.use_deterministic_algorithms(False)
+    if torch.are_deterministic_algorithms_enabled():  # to set it would import the compiler
+        torch.use_deterministic_algorithms(False)
 
 
 def _run(job: Job, rank: int) -> Any:
