@@ -1,1 +1,1 @@
-"""The same function on several processes."""
+"""The same function on several processes, and whether they do the same."""
