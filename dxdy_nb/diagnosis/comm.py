@@ -8,9 +8,8 @@ from typing import Any
 
 from dxdy_nb.diagnosis.report import Finding, Stage, found, listed
 from dxdy_nb.ranks.log import Event, named
-from dxdy_nb.ranks.verify import Ranks, differing, windows
+from dxdy_nb.ranks.verify import Ranks, differing, is_number, windows
 
-SMALL = 8  # elements of a tensor that holds counts or losses rather than gradients
 CLOSE = 1e-4  # relative: two reductions of the same numbers in another order
 UNEVEN = 2.0  # times as many samples as another rank: what an error in the weights of samples is called an error
 # Torch's words (2.13) of a rank that lost its peer: the cause lies with the other.
@@ -95,11 +94,8 @@ def out_of_step(ranks: Ranks) -> Finding | None:
     waiting = [last(log) for log in ranks.logs]
     met = [e for e in waiting if e.get("event") == "collective"]
     line = backwards[0][-1]["line"] if backwards[0] else ()
-    uneven = (
-        "backward" in where
-        and differing([len(b) for b in backwards])
-        and not any(_same_loop(line, e["line"]) for e in met)
-    )
+    inside = any(_same_loop(line, e["line"]) for e in met)
+    uneven = "backward" in where and differing([len(b) for b in backwards]) and not inside
     cause = "uneven-inputs-hang" if uneven else "collective-mismatch"
     evidence = f"meeting {place + 1}: {', '.join(f'rank {r} {w}' for r, w in enumerate(where))}. {told}"
     return found(cause, "", evidence)
@@ -133,9 +129,7 @@ def shards(ranks: Ranks) -> Iterator[Finding]:
     for rank, events in enumerate(ranks.all("sampler")):
         for event in events:
             if event["replicas"] == len(ranks.logs) and event["rank"] != rank:
-                seen = (
-                    f"rank {rank} reads shard {event['rank']} of {event['replicas']}: samples {listed(event['ids'], 8)}"
-                )
+                seen = f"rank {rank} reads shard {event['rank']}: samples {listed(event['ids'], 8)}"
                 yield found("sampler-wrong-rank", f"rank {rank}", seen)
                 return
 
@@ -179,10 +173,7 @@ def padded(ranks: Ranks) -> Iterator[Finding]:
 
 def repeated(ranks: Ranks) -> Iterator[Finding]:
     """All ranks train on the same batches."""
-    whole = all(set(e["gradients"]) for e in ranks.any("update")) and any(
-        e["gradients"] for e in ranks.any("collective")
-    )
-    if not ranks.averaged or not (ranks.names or whole):
+    if not ranks.averaged:
         return
     first = []
     for log in ranks.logs:
@@ -265,12 +256,9 @@ def weights(ranks: Ranks) -> Iterator[Finding]:
             shown = "; ".join(f"rank {r} {', '.join(f'{lr:.3g}' for lr in lr_)}" for r, lr_ in enumerate(lrs))
             yield found("lr-differs-by-rank", f"update {place}", f"learning rates at update {place}: {shown}")
             return
-        shared = set(events[0]["gradients"]).intersection(*(e["gradients"] for e in events[1:]))
-        same = [
-            n
-            for n in shared
-            if not differing([e["gradients"][n][0] for e in events]) and any(events[0]["gradients"][n][1:])
-        ]
+        first = events[0]["gradients"]
+        shared = set(first).intersection(*(e["gradients"] for e in events[1:]))
+        same = [n for n in shared if not differing([e["gradients"][n][0] for e in events]) and any(first[n][1:])]
         apart = sorted(n for n in same if differing([e["parameters"].get(n) for e in events]))
         if apart:
             if place == 0:
@@ -299,9 +287,7 @@ def summed(ranks: Ranks) -> Iterator[Finding]:
             totals = {n: sum(g[n][2] for g in local) for n in reduced}
             if plain and reduced and all(abs(final[n][2] - totals[n]) <= CLOSE * abs(totals[n]) for n in reduced):
                 world = len(ranks.logs)
-                seen = (
-                    f"the gradient of {reduced[0]} is the sum of what {world} ranks had, each of a mean loss: {world}"
-                )
+                seen = f"the gradient of {reduced[0]} is the sum of those of {world} mean losses: {world}"
                 yield found("grad-sum-not-mean", reduced[0], f"{seen} times the gradient of the mean over all samples")
                 return
 
@@ -315,9 +301,7 @@ def counts(ranks: Ranks) -> Iterator[Finding]:
             break
         counted = [e["counted"] for e in ends if e is not None]
         averaged = all(e["reduction"] == "mean" or (e["reduction"] == "sum" and e["scaled"]) for e in ends if e)
-        exchanged = any(
-            e["event"] == "collective" and 0 < e["size"] <= SMALL and not e["gradients"] for p in each for e in p
-        )
+        exchanged = any(is_number(e) for p in each for e in p)
         if not averaged or exchanged or not ranks.averaged or min(counted) < 1 or not differing(counted):
             continue
         ratio = max(counted) / min(counted)
@@ -332,7 +316,8 @@ def ownership(ranks: Ranks) -> Iterator[Finding]:
     """The optimizer holds tensors that no gradient reaches, since the model was given others."""
     for events in ranks.rounds("update")[:1]:
         if all(e["owned"] and not e["graded"] and e["strangers"] for e in events):
-            seen = f"none of the optimizer's {events[0]['owned']} tensors has a gradient; {listed(events[0]['strangers'])} have"
+            others = listed(events[0]["strangers"])
+            seen = f"none of the optimizer's {events[0]['owned']} tensors has a gradient; {others} have"
             yield found("fsdp-optimizer-before-shard", "optimizer", seen)
 
 
@@ -346,9 +331,8 @@ def schedules(ranks: Ranks) -> Iterator[Finding]:
     for number in {e["number"] for e in ranks.all("schedule")[0]}:
         steps = [sum(e["event"] == "schedule" and e["number"] == number for e in p) for p in pieces]
         if len(steps) > 1 and set(steps) == {world}:
-            yield found(
-                "scheduler-times-world", "scheduler", f"{world} scheduler steps for each of {len(steps)} updates"
-            )
+            seen = f"{world} scheduler steps for each of {len(steps)} updates"
+            yield found("scheduler-times-world", "scheduler", seen)
 
 
 def buffers(ranks: Ranks) -> Iterator[Finding]:
@@ -357,15 +341,11 @@ def buffers(ranks: Ranks) -> Iterator[Finding]:
         return
     for events in ranks.rounds("end"):
         states = [e["buffers"] for e in events]
-        apart = [
-            n
-            for n in states[0]
-            if n.endswith(("running_mean", "running_var")) and differing([s.get(n) for s in states])
-        ]
+        running = [n for n in states[0] if n.endswith(("running_mean", "running_var"))]
+        apart = [n for n in running if differing([s.get(n) for s in states])]
         if apart:
-            yield found(
-                "bn-stats-not-synced", apart[0], f"{listed(apart)}: other values on each rank, broadcast_buffers=False"
-            )
+            seen = f"{listed(apart)}: other values on each rank, broadcast_buffers=False"
+            yield found("bn-stats-not-synced", apart[0], seen)
 
 
 def files(ranks: Ranks) -> Iterator[Finding]:
@@ -391,7 +371,7 @@ def gathered(ranks: Ranks) -> Iterator[Finding]:
 
 def logging(ranks: Ranks) -> Iterator[Finding]:
     """Each rank reads its own loss, and no number is ever reduced."""
-    reduced = any(0 < e["size"] <= SMALL and not e["gradients"] for e in ranks.any("collective"))
+    reduced = any(map(is_number, ranks.any("collective")))
     ends = ranks.all("end")
     if reduced or not ranks.averaged or not all(ends) or not all(e["items"] for events in ends for e in events):
         return

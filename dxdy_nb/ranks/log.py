@@ -1,8 +1,8 @@
 """What one rank does, written down while it does it: plain data that can be compared with another rank's.
 
 A log is a file of JSON lines, one event each, every one written at once: what a rank did before it hung, died or was
-killed is there. Tensors are in it as a checksum of their bits; while a diagnosis looks, gradients also as their norm and
-their projection on fixed random signs, which tells "the same but for a factor" and "the sum of" from "another".
+killed is there. Tensors are in it as a checksum of their bits; while a diagnosis looks, gradients also as their norm
+and their projection on fixed random signs, which tells "the same but for a factor" and "the sum of" from "another".
 """
 
 import functools
@@ -153,7 +153,8 @@ class _Scribe:
         self._wrapped: list[tuple[DistributedDataParallel, dict[int, tuple[str, bool]]]] = []
         self._updates = self._items = self._depth = self._batches = 0
         self._outputs: set[int] = set()  # where outputs that carry gradients lie in memory
-        self._samples, self._counted = 0, None
+        self._samples = 0
+        self._counted: int | None = None
         self._reducing = self._stepping = self._ended = False
         self.write("begin", rank=rank, pid=os.getpid())
 
@@ -198,12 +199,13 @@ class _Scribe:
             function = self._collective(name, getattr(dist, name))
             for owner in (dist, distributed_c10d):
                 _put(stack, owner, name, function)
-        for owner, name, make in (
+        places: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (DistributedDataParallel, "__init__", self._wrapping),
             (DistributedSampler, "__iter__", self._sampling),
             (torch, "save", self._saving),
             (dist, "destroy_process_group", self._ending),
-        ):
+        )
+        for owner, name, make in places:
             _put(stack, owner, name, functools.wraps(getattr(owner, name))(make(getattr(owner, name))))
 
     def _collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -215,25 +217,14 @@ class _Scribe:
             tensors = tensors_in((args, kwargs))
             group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
             world = group is None or group is dist.group.WORLD or group.size() == dist.get_world_size()
-            op = next(
-                (str(a) for a in (*args, *kwargs.values()) if isinstance(a, dist.ReduceOp | dist.ReduceOp.RedOpType)),
-                "",
-            )
             here = {t.data_ptr() for t in tensors}
-            reduced = [
-                n
-                for n, p in self._parameters().items()
-                if p.grad is not None and not _sharded(p) and p.grad.data_ptr() in here
-            ]
-            held = [n for n, p in self._parameters().items() if not _sharded(p) and p.data_ptr() in here]
-            numbers = {
-                "size": sum(t.numel() for t in tensors[-1:]),
-                "gradients": reduced,
-                "weights": held,
-                "op": op.rsplit(".", 1)[-1],
-            }
+            whole = {n: p for n, p in self._parameters().items() if not _sharded(p)}
+            reduced = [n for n, p in whole.items() if p.grad is not None and p.grad.data_ptr() in here]
+            held = [n for n, p in whole.items() if p.data_ptr() in here]
+            size = sum(t.numel() for t in tensors[-1:])
             outputs = not inner and bool(here & self._outputs)
-            self.write("collective", name=name, line=line, inner=inner, world=world, output=outputs, **numbers)
+            where = {"line": line, "world": world, "size": size}
+            self.write("collective", name=name, **where, output=outputs, gradients=reduced, weights=held)
             self._depth += 1
             try:
                 result = original(*args, **kwargs)
@@ -336,16 +327,14 @@ class _Scribe:
             return
         self._meet(module)
         ddp = isinstance(module, DistributedDataParallel)
+        samples = batch_size([*inputs, *named.values()])
         if torch.is_grad_enabled():
-            self._samples = batch_size([*inputs, *named.values()])
-        self._reducing |= bool(ddp and torch.is_grad_enabled() and module.require_backward_grad_sync)
+            self._samples = samples
+        sync = bool(ddp and module.require_backward_grad_sync)
+        self._reducing |= sync and torch.is_grad_enabled()
         p = next(module.parameters(), None)
-        training = {"train": module.training, "grad": torch.is_grad_enabled()}
-        training |= {
-            "device": str(p.device) if p is not None else "",
-            "samples": batch_size([*inputs, *named.values()]),
-        }
-        self.write("forward", ddp=ddp, sync=bool(ddp and module.require_backward_grad_sync), **training)
+        device = str(p.device) if p is not None else ""
+        self.write("forward", ddp=ddp, sync=sync, grad=torch.is_grad_enabled(), device=device, samples=samples)
 
     def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Note where its outputs lie."""
@@ -363,7 +352,7 @@ class _Scribe:
         root = tensors_in(tensors)[0]
         reduction, scaled = _reduction(root)
         counted = self._samples if self._counted is None else self._counted
-        value = float(root.detach().double().sum().tolist())
+        value: Any = root.detach().double().sum().tolist()
         self.write(
             "backward",
             line=_caller()[0],
@@ -464,7 +453,7 @@ def _sketches(parameters: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def _reduction(root: Tensor) -> tuple[str, bool]:
-    """Return how a loss was made one number (mean, sum or other), and whether it was multiplied or divided after that."""
+    """Return how a loss was made one number (mean, sum or other), and whether it was scaled after that."""
     node: Any = root.grad_fn
     scaled = False
     while node is not None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from dxdy_nb.runs.record import Run
 
+SMALL = 8  # elements of a tensor that holds counts or losses rather than gradients
 FOLDER = "ranks"  # of a run's folder: a log for each rank
 
 
@@ -51,6 +52,11 @@ def differing(values: Sequence[Any]) -> bool:
     return any(value != values[0] for value in values[1:])
 
 
+def is_number(event: Event) -> bool:
+    """Return whether an event is a collective over a count, a loss or a few of them."""
+    return event["event"] == "collective" and 0 < event["size"] <= SMALL and not event["gradients"]
+
+
 def windows(log: Sequence[Event], kind: str) -> list[list[Event]]:
     """Return a log in pieces that each end with an event of a kind; the last piece may not."""
     pieces: list[list[Event]] = [[]]
@@ -86,7 +92,7 @@ def verify_ranks(run: "Run | str | Path") -> "pd.DataFrame":
     """
     import pandas as pd
 
-    folder = Path(getattr(run, "folder", run)) / FOLDER
+    folder = Path(run if isinstance(run, str | Path) else run.folder) / FOLDER
     ranks = of_folder(folder)
     if len(ranks.logs) < 2:
         raise DxdyError(f"{folder}: no logs of several ranks here. Train with RunConfig(world_size=2).")
@@ -116,18 +122,11 @@ def _checks(ranks: Ranks) -> Iterator[tuple[str, tuple[str, str]]]:
     yield "buffers", ("different" if apart else "equal" if states[0] else "not seen", seen)
     yield "rate", _compared([[f"{lr:.4g}" for e in events for lr in e["lr"]][-1:] for events in ranks.all("update")])
     states = [e["rng"] for e in ends[-1]] if ends else []
-    yield (
-        "random numbers",
-        ("apart" if differing(states) else "equal", "the generators of torch at the end")
-        if states
-        else ("not seen", ""),
-    )
-    writers = {
-        r: sorted({Path(e["path"]).name for e in events}) for r, events in enumerate(ranks.all("saved")) if events
-    }
-    names = [name for files in writers.values() for name in files]
+    yield "random numbers", ("apart" if differing(states) else "equal", "torch's generators at the end")
+    writers = {rank: {e["path"] for e in events} for rank, events in enumerate(ranks.all("saved")) if events}
+    names = [name for paths in writers.values() for name in paths]
     twice = len(set(names)) < len(names)
-    told = "; ".join(f"rank {r} {len(files)}" for r, files in writers.items())
+    told = "; ".join(f"rank {rank} {len(paths)}" for rank, paths in writers.items())
     yield "files", ("different" if twice else "apart" if writers else "not seen", told)
 
 
