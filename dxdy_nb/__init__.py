@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from dxdy_nb.autograd.record import record as record
     from dxdy_nb.config import RunConfig as RunConfig
     from dxdy_nb.diagnosis.diagnose import diagnose as diagnose
+    from dxdy_nb.diagnosis.ranks import diagnose_ranks as diagnose_ranks
     from dxdy_nb.errors import DxdyError as DxdyError
     from dxdy_nb.lesson.live import live as live
     from dxdy_nb.observe.observer import watch as watch
     from dxdy_nb.ranks.pool import launch as launch
     from dxdy_nb.ranks.session import session as session
+    from dxdy_nb.ranks.verify import verify_ranks as verify_ranks
     from dxdy_nb.runs.record import Run as Run
     from dxdy_nb.runs.record import result as result
     from dxdy_nb.training.curvature import sharpness as sharpness
@@ -31,6 +33,7 @@ _HOMES = {
     "RunConfig": "config",
     "check_gradients": "autograd.check",
     "diagnose": "diagnosis.diagnose",
+    "diagnose_ranks": "diagnosis.ranks",
     "graph": "autograd.graph",
     "launch": "ranks.pool",
     "live": "lesson.live",
@@ -41,6 +44,7 @@ _HOMES = {
     "sharpness": "training.curvature",
     "session": "ranks.session",
     "train": "training.loop",
+    "verify_ranks": "ranks.verify",
     "watch": "observe.observer",
 }
 __all__ = sorted(_HOMES)

@@ -37,6 +37,8 @@ ALIASES = {
     "random_seed": "seed",
     "amp": "precision",
     "dtype": "precision",
+    "ranks": "world_size",
+    "nproc": "world_size",
     "fp16": "precision",
     "bf16": "precision",
     "mixed_precision": "precision",
@@ -58,8 +60,9 @@ class RunConfig:
     ``max_steps`` ends a run early whatever ``epochs`` says; ``validate_every`` counts epochs; ``max_steps``,
     ``schedule`` and ``warmup_steps`` count optimizer steps, each over ``accumulation_steps`` batches. ``momentum`` is
     that of sgd and muon; muon moves the matrices of hidden layers, and leaves the rest to adamw. ``precision`` is that
-    of training, with weights in fp32; validation and test run in fp32 always, so that their numbers compare. Values
-    may come from YAML or a command line: ``1e-3`` as text is a number.
+    of training, with weights in fp32; validation and test run in fp32 always, so that their numbers compare.
+    ``batch_size`` is that of one of ``world_size`` ranks. Values may come from YAML or a command line: ``1e-3`` as text
+    is a number.
 
     Raises
     ------
@@ -94,6 +97,7 @@ class RunConfig:
     epochs: int = _number(20, 1, 10**6)
     max_steps: int | None = _number(None, 1, 10**9)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    world_size: int = _number(1, 1, 4096)
     validate_every: int = _number(1, 1, 10**6)
 
     def __new__(cls, **values: Any) -> Self:

@@ -163,7 +163,11 @@ def test_a_shuffled_order_is_decided_by_its_seed_and_new_in_every_epoch():
 
     def epochs(seed):
         loader = datasets.loader(samples, 32, shuffle_seed=seed)
-        return [torch.cat([batch.ids for batch in loader]) for _ in range(2)]
+        orders = []
+        for epoch in range(2):
+            loader.sampler.set_epoch(epoch)
+            orders.append(torch.cat([batch.ids for batch in loader]))
+        return orders
 
     first, second = epochs(0)
     assert not torch.equal(first, second)
@@ -178,3 +182,15 @@ def test_reading_batches_leaves_the_global_random_state_alone(shuffle_seed):
     before = torch.get_rng_state()
     list(datasets.loader(datasets.spirals().test, 32, shuffle_seed=shuffle_seed))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("world_size", "repeated"), [(2, 0), (3, 2)])  # 400 samples
+def test_ranks_read_shares_of_one_order_and_as_many_samples_twice_as_make_them_even(world_size, repeated):
+    samples = datasets.spirals().train
+    whole = torch.cat([b.ids for b in datasets.loader(samples, 64, shuffle_seed=5)])
+    loaders = [datasets.loader(samples, 32, shuffle_seed=5, rank=r, world_size=world_size) for r in range(world_size)]
+    shares = [torch.cat([batch.ids for batch in loader]) for loader in loaders]
+    assert {len(share) for share in shares} == {(400 + repeated) // world_size}
+    order = torch.stack(shares, dim=1).flatten()  # rank 0, rank 1, ..., rank 0, rank 1, ...
+    assert torch.equal(order[:400], whole)
+    assert torch.equal(order[400:], whole[:repeated])

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dxdy_nb as dx
+from dxdy_nb.ranks.session import Session
 from dxdy_nb.training import datasets, models
 from dxdy_nb.training import loop as reference
 from dxdy_nb.training.loop import (
@@ -25,6 +26,7 @@ from dxdy_nb.training.loop import (
 
 SHORT = dx.RunConfig(data="spirals", model="mlp", max_steps=10)
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+ALONE = Session(0, 1, 0, torch.device("cpu"))
 EPOCH = [64] * 6 + [16]  # the batches of the 400 spirals
 
 
@@ -143,7 +145,7 @@ def test_a_window_of_one_batch_in_fp32_is_the_plain_step_to_the_last_bit(batch, 
     for _ in range(3):
         loss = train_step(model, *batch, cross_entropy, sgd, bound)
         window = [datasets.Batch(*batch, torch.arange(32))]
-        assert window_step(other, window, cross_entropy, same, NO_SCALER, None, bound) == loss
+        assert window_step(other, window, cross_entropy, same, NO_SCALER, ALONE, None, bound) == loss
     assert torch.equal(weights(model), weights(other))
 
 
@@ -155,7 +157,7 @@ def test_accumulation_is_the_large_batch_whatever_the_sizes(dtype, bound, sizes,
     x, y = (torch.cat([batch[i] for batch in window]) for i in (0, 1))
     large = loss_fn(model(x), y)
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(large, list(model.parameters()))])
-    assert window_step(model, window, loss_fn, still(model), NO_SCALER) == pytest.approx(large.item(), rel=bound)
+    assert window_step(model, window, loss_fn, still(model), NO_SCALER, ALONE) == pytest.approx(large.item(), rel=bound)
     assert (gradient(model) - expected).norm() <= bound * expected.norm()
 
 
@@ -164,7 +166,7 @@ def test_the_mean_of_unequal_batches_would_be_another_gradient():
     for x, y, _ in window:
         (cross_entropy(model(x), y) / len(window)).backward()
     wrong = gradient(model)
-    window_step(model, window, cross_entropy, still(model), NO_SCALER)
+    window_step(model, window, cross_entropy, still(model), NO_SCALER, ALONE)
     assert (wrong - gradient(model)).norm() > 0.5 * gradient(model).norm()
 
 
@@ -213,7 +215,7 @@ def test_the_forward_runs_in_the_precision_and_the_weights_stay_fp32(batch, prec
     dtype, scaler = pick_precision(precision, model, batch[0][:1])
     seen = []
     model.register_forward_hook(lambda model, inputs, output: seen.append(output.dtype))
-    loss = window_step(model, [datasets.Batch(*batch, batch[1])], cross_entropy, still(model), scaler, dtype)
+    loss = window_step(model, [datasets.Batch(*batch, batch[1])], cross_entropy, still(model), scaler, ALONE, dtype)
     assert seen == [{"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]]
     assert {p.dtype for p in model.parameters()} | {p.grad.dtype for p in model.parameters()} == {torch.float32}
     exact = cross_entropy(model(batch[0]), batch[1])
@@ -226,7 +228,7 @@ def test_a_scaled_gradient_is_clipped_by_its_true_norm():
     model, window = models.MLP(2, 3), window_of([30, 20])
     before, scaler = weights(model).clone(), torch.amp.GradScaler("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    window_step(model, window, cross_entropy, optimizer, scaler, torch.float16, max_grad_norm=0.01)
+    window_step(model, window, cross_entropy, optimizer, scaler, ALONE, torch.float16, max_grad_norm=0.01)
     assert (weights(model) - before).norm().item() == pytest.approx(0.01, rel=1e-3)
 
 
@@ -234,7 +236,9 @@ def test_a_step_whose_gradients_overflow_is_left_out_and_halves_the_scale():
     model = models.MLP(2, 3)
     before, scaler = weights(model).clone(), torch.amp.GradScaler("cpu", init_scale=2.0**40)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert math.isfinite(window_step(model, window_of([30, 20]), cross_entropy, optimizer, scaler, torch.float16))
+    assert math.isfinite(
+        window_step(model, window_of([30, 20]), cross_entropy, optimizer, scaler, ALONE, torch.float16)
+    )
     assert torch.equal(weights(model), before)
     assert scaler.get_scale() == 2.0**39
 

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -86,8 +86,14 @@ class Run:
 
     @property
     def steps(self) -> "pd.DataFrame":
-        """One row a step."""
-        return self.trace.steps
+        """One row a step: of several ranks the loss over all samples, and their number together."""
+        steps = self.trace.steps
+        others = [trace.read(path.parent).steps for path in sorted(self.folder.glob("ranks/*/trace.json"))]
+        if others:
+            counts = [one["effective_batch"] for one in (steps, *others)]
+            losses = [one["loss"] * count for one, count in zip((steps, *others), counts, strict=True)]
+            steps = steps.assign(loss=sum(losses) / sum(counts), effective_batch=sum(counts))
+        return steps
 
     @property
     def gradients(self) -> "pd.DataFrame":
@@ -176,7 +182,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if error is not None:
-            self.result["status"], self.result["reason"] = status_of(error), f"{type(error).__name__}: {error}"[:2000]
+            self.result["status"], self.result["reason"] = status_of(error), _reason(error)
         elif self.result["status"] == "running":
             self.result["status"] = "completed"
         self.result["seconds"] = round(time.perf_counter() - self._began, 3)
@@ -306,6 +312,24 @@ def result(**metrics: float | int | str | bool) -> None:
             reason = error.strerror if isinstance(error, OSError) else error
             text = f"{path}: {reason}. The lesson goes on; not stored: {', '.join(plain)}."
             warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def recorded(parent: Path) -> Iterator[Run]:
+    """Return the training runs whose folders stand in a folder; what cannot be read is passed over."""
+    for path in sorted(parent.glob("*/config.yaml")):
+        with contextlib.suppress(DxdyError):
+            yield Run.load(path.parent)
+
+
+def end(folder: Path, error: BaseException) -> None:
+    """Write down what ended a run, from outside of it."""
+    result = read_result(folder)
+    if result["status"] not in ("completed", "diverged"):
+        write_json(folder / "result.json", {**result, "status": status_of(error), "reason": _reason(error)})
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
 
 
 def status_of(error: BaseException) -> str:

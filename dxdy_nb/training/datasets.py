@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dxdy_nb.errors import DxdyError, suggestion
 
@@ -75,11 +75,20 @@ def load(name: str, seed: int = 0) -> Splits:
     return makers[name]()
 
 
-def loader(samples: Samples, batch_size: int, *, shuffle_seed: int | None = None) -> DataLoader[Batch]:
-    """Return batches of ``Batch``: in index order, or shuffled in an order that the seed alone decides."""
+def loader(
+    samples: Samples, batch_size: int, *, shuffle_seed: int | None = None, rank: int = 0, world_size: int = 1
+) -> DataLoader[Batch]:
+    """Return batches of ``Batch``: in index order, or shuffled in an order that seed and epoch alone decide.
+
+    ``loader.sampler.set_epoch(epoch)`` names the epoch; without it every epoch has the order of the first. Of several
+    ranks each reads its share of one order, and samples are read twice where their number is no multiple of the ranks.
+    """
     # A generator in any case: without one each pass over the loader would draw from torch's global random state.
-    generator = torch.Generator().manual_seed(shuffle_seed or 0)
-    return DataLoader(samples, batch_size, shuffle=shuffle_seed is not None, generator=generator)
+    generator = torch.Generator().manual_seed(0)
+    if shuffle_seed is None:
+        return DataLoader(samples, batch_size, generator=generator)
+    sampler: DistributedSampler[Batch] = DistributedSampler(samples, world_size, rank, seed=shuffle_seed)
+    return DataLoader(samples, batch_size, sampler=sampler, generator=generator)
 
 
 def digits() -> Splits:

@@ -1,5 +1,6 @@
-"""The reference loop: one device, plain torch, readable from top to bottom."""
+"""The reference loop: plain torch, readable from top to bottom, the same on one process and on several."""
 
+import contextlib
 import itertools
 import math
 import random
@@ -8,15 +9,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from dxdy_nb.config import RunConfig
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.observe.observer import watch
+from dxdy_nb.ranks.log import logged
+from dxdy_nb.ranks.pool import launch
+from dxdy_nb.ranks.session import Session, session
+from dxdy_nb.ranks.verify import FOLDER
 from dxdy_nb.runs.environment import attended
-from dxdy_nb.runs.record import Recorder, Run, new_folder, write_environment
+from dxdy_nb.runs.record import Recorder, Run, end, new_folder, recorded, write_environment
 from dxdy_nb.training import datasets, models
 from dxdy_nb.training.muon import MuonAdamW
 
@@ -28,7 +35,8 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     """Train as the configuration says, record every step, and return the run.
 
     A non-finite loss ends the run as ``diverged`` before it reaches the weights. Any other error is recorded and
-    raised. Whatever ends a run, the steps before it are kept.
+    raised. Whatever ends a run, the steps before it are kept. ``world_size`` ranks are started here, unless a launcher
+    (``torchrun``, ``dx.launch``) has started them: then each of them calls this. Every rank keeps a record of its own.
 
     Parameters
     ----------
@@ -40,7 +48,7 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     DxdyError
         The folder cannot be written or holds a run; the device is not there, or cannot compute in the precision; no
         parameter is one for the optimizer; an epoch has fewer batches than are to be accumulated; a data file is
-        damaged.
+        damaged; a launcher has started another number of ranks.
 
     Examples
     --------
@@ -50,7 +58,36 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     """
     if not isinstance(config, RunConfig):
         raise DxdyError(f"train: expected a dx.RunConfig as config, got {type(config).__name__}.")
-    device = pick_device(config.device)
+    pick_device(config.device)
+    with session(device=config.device) as s:
+        if s.world_size == config.world_size:
+            return _train(config, out, s)
+        if s.world_size > 1:
+            raise DxdyError(
+                f"world_size: {s.world_size} ranks were started, the configuration says {config.world_size}."
+            )
+    return _launched(config, new_folder(config.data, out))
+
+
+def _launched(config: RunConfig, folder: Path) -> Run:
+    """Start the ranks of a run, and record in its folder what ended them."""
+    alone = {"world_size": 1, "batch_size": config.batch_size * config.world_size}
+    if not any(run.config == config.override(alone) and run.status == "completed" for run in recorded(folder.parent)):
+        print(f"There is no run on one device to compare with: dx.train(config.override({alone})) makes it.")
+    try:
+        return launch(_train_here, config, folder, world_size=config.world_size)[0]
+    except BaseException as error:
+        end(folder, error)  # a rank knows only of its own end
+        raise
+
+
+def _train_here(config: RunConfig, folder: Path) -> Run:
+    with session(device=config.device) as s:
+        return _train(config, folder, s)
+
+
+def _train(config: RunConfig, out: str | Path | None, s: Session) -> Run:
+    device = s.device
     data = datasets.load(config.data, config.seed)
     seed_everything(config.seed)
     model = models.build(config.model, data.train.x[0], data.classes)
@@ -59,24 +96,30 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     loss_fn = pick_loss(config.loss)
     optimizer = pick_optimizer(config, model)
     dtype, scaler = pick_precision(config.precision, model, data.train.x[:1].to(device))
-    loader = datasets.loader(data.train, config.batch_size, shuffle_seed=config.seed)
+    share = {"rank": s.rank, "world_size": s.world_size}
+    loader = datasets.loader(data.train, config.batch_size, shuffle_seed=config.seed, **share)
     epoch = steps_per_epoch(len(loader), config.accumulation_steps)
     total = min(config.max_steps or config.epochs * epoch, config.epochs * epoch)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, total))
 
-    folder = new_folder(config.data, out)
-    with Recorder(folder, kind="training", metrics={}, validation=[]) as recorder:
+    root, folder = _folders(config, out, s)
+    parallel = contextlib.ExitStack()
+    with parallel, Recorder(folder, kind="training", metrics={}, validation=[]) as recorder:
         config.save(folder / "config.yaml")
         write_environment(folder, model, data.train)
+        trained: nn.Module = model
+        if s.world_size > 1:
+            parallel.enter_context(logged(root / FOLDER / f"rank{s.rank}.jsonl", s.rank, close=0))
+            trained = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages every gradient
         with watch(model, optimizer, out=folder, budget=None):
             validation: list[dict[str, float]] = []
             for step, window in enumerate(progress(windows(loader, config.accumulation_steps, total), total), start=1):
                 scale = scaler.get_scale()
-                if dtype is None and len(window) == 1:
+                if dtype is None and len(window) == s.world_size == 1:
                     x, y, _ = window[0]
                     loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)
                 else:
-                    loss = window_step(model, window, loss_fn, optimizer, scaler, dtype, config.max_grad_norm)
+                    loss = window_step(trained, window, loss_fn, optimizer, scaler, s, dtype, config.max_grad_norm)
                 if not math.isfinite(loss):
                     ids = torch.cat([batch.ids for batch in window]).tolist()
                     reason = f"the loss is {loss} at step {step - 1}; sample ids of its batch: {ids}"
@@ -84,13 +127,24 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
                     break
                 if scaler.get_scale() >= scale:  # it falls where a gradient overflowed and the step was left out
                     scheduler.step()
-                if step % (config.validate_every * epoch) == 0 or step == total:
+                if s.is_main and (step % (config.validate_every * epoch) == 0 or step == total):
                     validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
                     recorder.write(validation=validation, metrics=named("validation", validation[-1]))
             else:
-                test = named("test", evaluate(model, data.test, loss_fn))
+                test = named("test", evaluate(model, data.test, loss_fn)) if s.is_main else {}
                 recorder.write(status="completed", metrics={**recorder.result["metrics"], **test})
     return Run.of(folder, recorder.result, config, model)  # not read back: a disk that is full costs no trained model
+
+
+def _folders(config: RunConfig, out: str | Path | None, s: Session) -> tuple[Path, Path]:
+    """Return the run's folder, and where this rank keeps its record: rank 0 there, the others in folders inside."""
+    made = [new_folder(config.data, out) if s.is_main else None]
+    if s.world_size == 1:
+        return Path(str(made[0])), Path(str(made[0]))
+    dist.broadcast_object_list(made)
+    root = Path(str(made[0]))
+    (root / FOLDER).mkdir(exist_ok=True)
+    return root, root if s.is_main else new_folder("", root / FOLDER / f"rank{s.rank}")
 
 
 def steps_per_epoch(batches: int, accumulation_steps: int) -> int:
@@ -117,7 +171,8 @@ def windows(loader: DataLoader[datasets.Batch], size: int, total: int) -> Iterat
     """
 
     def endless() -> Iterator[list[datasets.Batch]]:
-        while True:
+        for epoch in itertools.count():
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
             batches = iter(loader)
             while window := list(itertools.islice(batches, size)):
                 yield window
@@ -161,25 +216,28 @@ def window_step(
     loss_fn: LossFn,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
+    s: Session,
     dtype: torch.dtype | None = None,
     max_grad_norm: float | None = None,
 ) -> float:
-    """Take one optimizer step over all batches of a window and return the mean loss of their samples.
+    """Take one optimizer step over all batches of all ranks' windows and return the mean loss of their samples.
 
     ``loss_fn`` is a mean over the samples of a batch, ``dtype`` that of autocast (None: none). A non-finite loss is
     returned without a step; the scaler leaves out a step whose gradients are not finite, and halves its scale.
     """
-    device = next(model.parameters()).device
     count = sum(len(y) for _, y, _ in window)
+    mean_count = s.mean(count, 1)  # over the ranks: DistributedDataParallel divides by their number itself
     losses = []
     optimizer.zero_grad()
-    for x, y, _ in window:
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            mean = loss_fn(model(x.to(device)), y.to(device))
-        loss = mean * (len(y) / count)  # not mean / len(window): batches may differ in size
-        scaler.scale(loss).backward()
-        losses.append(loss.detach())
-    value = torch.stack(losses).sum().item()
+    for place, (x, y, _) in enumerate(window):
+        parallel = isinstance(model, DistributedDataParallel) and place < len(window) - 1  # the last one is averaged
+        with model.no_sync() if parallel else contextlib.nullcontext():  # type: ignore[operator]  # forward too
+            with torch.autocast(s.device.type, dtype, enabled=dtype is not None):
+                mean = loss_fn(model(x.to(s.device)), y.to(s.device))
+            loss = mean * (len(y) / mean_count)  # not mean / len(window): batches may differ in size
+            scaler.scale(loss).backward()
+        losses.append(mean.detach() * len(y))
+    value = s.mean(torch.stack(losses).sum(), count)
     if math.isfinite(value):
         scaler.unscale_(optimizer)  # once, and before the clip, which would see the scale
         if max_grad_norm is not None:

@@ -52,6 +52,7 @@ optimizer = "sgd"
 steps = 380
 
 # %%
+import itertools
 import math
 from collections.abc import Callable
 
@@ -389,7 +390,8 @@ def loop(net, opt, samples):
     batches = datasets.loader(samples, 64, shuffle_seed=seed)
     decay = torch.optim.lr_scheduler.LambdaLR(opt, half_cosine)
     step = 0
-    while step < steps:
+    for epoch in itertools.count():
+        batches.sampler.set_epoch(epoch)  # another order in every epoch
         for x, y, _ in batches:
             loss = train_step(net, x, y, loss_fn, opt)
             yield loss
