@@ -29,6 +29,7 @@ from dxdy_nb.observe.hooks import listening
 Event = dict[str, Any]
 Sketch = tuple[float, float]  # norm and projection
 CLOSE = 24  # updates of which gradients and weights are looked at one by one; batches of a pass that are
+_ended: list[Any] = []  # groups: they stay, since the end of the last holder may wait for gloo's threads for ever
 SAMPLED = 65_536  # elements of a tensor that a sketch reads
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "barrier"),
@@ -278,6 +279,8 @@ class _Scribe:
     def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def stand_in(*args: Any, **kwargs: Any) -> None:
             self.end()
+            if dist.is_initialized():
+                _ended.append(dist.group.WORLD)
             original(*args, **kwargs)
 
         return stand_in
