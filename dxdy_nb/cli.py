@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_argument("--steps", type=_count, metavar="N", help="end it after N optimizer steps")
     watch.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default runs/<id>/)")
     watch.add_argument("--json", type=Path, metavar="FILE", help="write the summary as JSON, too")
+    watch.add_argument(
+        "--nproc-per-node", type=_count, default=1, metavar="N", help="on N ranks of this machine, and compare them"
+    )
     rest = argparse.REMAINDER
     watch.add_argument("-m", dest="module", nargs=rest, metavar="MODULE", help="a module instead of a script")
     watch.add_argument("script", nargs=rest, metavar="SCRIPT ...", help="the script and its arguments")
@@ -174,12 +177,28 @@ def _watch(options: argparse.Namespace) -> int:
     name, *arguments = options.module or given or [""]
     if not name:
         raise DxdyError("watch: name a script, like train.py, or a module after -m.")
+    if options.nproc_per_node > 1:
+        return _watch_ranks(options, name, arguments)
     return script.watch(
         Script(name, tuple(arguments), is_module=options.module is not None),
         out=options.out,
         steps=options.steps,
         json_file=options.json,
     )
+
+
+def _watch_ranks(options: argparse.Namespace, name: str, arguments: Sequence[str]) -> int:
+    from dxdy_nb.diagnosis.ranks import diagnose_script
+
+    if options.out or options.steps:
+        raise DxdyError("watch --nproc-per-node: takes no --out and no --steps: it compares ranks, and keeps no run.")
+    if options.module is None and not Path(name).is_file():
+        raise DxdyError(f"watch: {name}: no such script.")
+    report, code = diagnose_script(name, arguments, options.nproc_per_node, module=options.module is not None)
+    print(report, file=sys.stderr)
+    if options.json:
+        options.json.write_text(report.to_json() + "\n")
+    return code or (FINE if report.healthy else PROBLEM)
 
 
 def _check(options: argparse.Namespace) -> int:

@@ -1,0 +1,159 @@
+"""What ranks do differently is found, and ranks that do the same are not accused."""
+
+import functools
+import json
+
+import pandas as pd
+import pytest
+import rank_workers
+import torch
+from torch import nn
+
+import dxdy_nb as dx
+from dxdy_nb.cli import main
+from dxdy_nb.diagnosis.comm import RULES, doing
+from dxdy_nb.ranks.log import checksum, logged, read, sketch
+from dxdy_nb.ranks.verify import Ranks
+
+FAULTS = {
+    "shard": "sampler-wrong-rank",
+    "sampler": "no-distributed-sampler",
+    "epoch": "set-epoch-missing",
+    "rate": "lr-differs-by-rank",
+    "module": "forward-through-module",
+    "no_sync": "no-sync-wrong-parity",
+    "summed": "grad-sum-not-mean",
+    "raises": "exception",
+    "only": "collective-mismatch",
+}
+QUICK = {"module", "raises"}
+
+
+def diagnosed(fault):
+    return dx.diagnose_ranks(functools.partial(rank_workers.train, fault=fault), time_limit=20)
+
+
+def test_ranks_that_train_as_they_should_raise_no_error():
+    report = diagnosed("")
+    assert report.findings == (), str(report)
+    assert report.saw["updates"] == "8, 8"
+    assert report.unchecked == ()
+
+
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAULTS])
+def test_a_fault_between_ranks_has_its_cause(fault):
+    report = diagnosed(fault)
+    assert report.errors[0].cause == FAULTS[fault], str(report)
+    if fault == "raises":
+        assert "rank 1 raised ValueError: a bad record" in report.errors[0].evidence
+        assert report.errors[0].where.startswith("rank_workers.py:")
+    if fault == "only":
+        assert "rank 0 waits in all_reduce" in report.errors[0].evidence
+
+
+def test_a_worker_that_is_none_and_a_lone_rank_are_refused():
+    with pytest.raises(dx.DxdyError, match="expected worker"):
+        dx.diagnose_ranks(3)
+    with pytest.raises(dx.DxdyError, match="2 or more"):
+        dx.diagnose_ranks(rank_workers.train, world_size=1)
+
+
+def test_a_script_is_run_on_ranks_and_compared(tmp_path, capfd):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "torch.manual_seed(int(os.environ['RANK']))\n"
+        "net = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "for _ in range(2):\n"
+        "    optimizer.zero_grad()\n"
+        "    net(torch.ones(4, 2)).pow(2).mean().backward()\n"
+        "    for p in net.parameters():\n"
+        "        dist.all_reduce(p.grad)\n"
+        "        p.grad /= dist.get_world_size()\n"
+        "    optimizer.step()\n"
+        "print('argument', sys.argv[1])\n"
+        "dist.destroy_process_group()\n"
+    )
+    code = main(["watch", "--nproc-per-node", "2", "--json", str(tmp_path / "report.json"), str(script), "x"])
+    out, err = capfd.readouterr()
+    assert code == 1
+    assert "argument x" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["findings"][0]["cause"] == "different-init-manual-allreduce", err
+
+
+def test_a_watch_on_ranks_keeps_no_run(capsys):
+    assert main(["watch", "--nproc-per-node", "2", "--steps", "3", "train.py"]) == 2
+    assert main(["watch", "--nproc-per-node", "2", "missing.py"]) == 2
+    assert "no such script" in capsys.readouterr().err
+
+
+def test_checksums_are_of_bits_and_sketches_of_values():
+    a = torch.randn(1000)
+    assert checksum([a]) == checksum([a.clone()])
+    for place in (0, 999):
+        other = a.clone()
+        other[place] = torch.nextafter(other[place], torch.tensor(9.0))
+        assert checksum([a]) != checksum([other])
+    assert checksum([a, a[:3]]) != checksum([a])
+    (norm, projection), (norm2, projection2), (_, total) = sketch(a), sketch(-2 * a), sketch(a - 2 * a)
+    assert norm == pytest.approx(a.double().norm().item())
+    assert (norm2, projection2) == pytest.approx((2 * norm, -2 * projection))
+    assert total == pytest.approx(projection + projection2)
+
+
+def test_a_log_tells_what_a_loop_did_and_a_torn_line_is_left_out(tmp_path):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    with logged(tmp_path / "rank0.jsonl", 0):
+        (net(torch.ones(3, 2)) ** 2).mean().div(4).backward()
+        optimizer.step()
+    events = read(tmp_path / "rank0.jsonl")
+    names = [e["event"] for e in events]
+    assert names == ["begin", "forward", "backward", "backwarded", "update", "updated", "end"]
+    backward, update = events[2], events[4]
+    assert (backward["reduction"], backward["scaled"], backward["counted"]) == ("mean", True, 3)
+    assert update["lr"] == [0.5]
+    assert update["gradients"]["weight"][1] == pytest.approx(net.weight.grad.double().norm().item())
+    with (tmp_path / "rank0.jsonl").open("a") as file:
+        file.write('{"event": "upd')
+    assert read(tmp_path / "rank0.jsonl") == events
+
+
+def test_who_waits_for_whom_is_told_from_the_last_events():
+    reduced = {"event": "backward", "reduces": True, "line": ["t.py", 3], "value": 1.0}
+    barrier = {"event": "collective", "name": "barrier", "line": ["t.py", 9], "world": True, "size": 0}
+    logs = ([reduced, {"event": "backwarded"}, barrier], [reduced, {"event": "backwarded"}, reduced])
+    assert [doing(log) for log in logs] == ["waits in barrier (t.py:9)", "waits in its backward number 2"]
+    findings = list(RULES[0](Ranks(logs, {0: "was ended"})))
+    assert [f.cause for f in findings] == ["uneven-inputs-hang"]
+
+
+def config(**changes):
+    base = dx.RunConfig(data="spirals", model="mlp", max_steps=6, batch_size=32, world_size=2, device="cpu", lr=0.1)
+    return base.override(changes)
+
+
+def test_two_ranks_train_as_one_process_does_on_both_their_batches(tmp_path, capsys):
+    two = dx.train(config(), out=tmp_path / "runs" / "two")
+    assert "There is no run on one device to compare with" in capsys.readouterr().out
+    one = dx.train(config(world_size=1, batch_size=64), out=tmp_path / "runs" / "one")
+    weights = [torch.cat([p.detach().flatten() for p in run.model.parameters()]) for run in (one, two)]
+    assert (weights[0] - weights[1]).norm() <= 1e-6 * weights[0].norm()
+    assert two.steps["effective_batch"].tolist() == one.steps["effective_batch"].tolist() == [64] * 6
+    assert two.steps["loss"].tolist() == pytest.approx(one.steps["loss"].tolist(), rel=1e-5)
+    assert two.steps["grad_norm"].tolist() == pytest.approx(one.steps["grad_norm"].tolist(), rel=1e-5)
+    table = dx.verify_ranks(two)
+    assert isinstance(table, pd.DataFrame)
+    assert table["verdict"][["updates", "gradients", "parameters", "loss", "rate"]].tolist() == ["equal"] * 5
+    assert table["verdict"]["samples"] == "apart"
+    with pytest.raises(dx.DxdyError, match="no logs of several ranks"):
+        dx.verify_ranks(one)
+    capsys.readouterr()
+    again = dx.train(config(), out=tmp_path / "runs" / "again")
+    assert "to compare with" not in capsys.readouterr().out
+    assert torch.equal(torch.cat([p.detach().flatten() for p in again.model.parameters()]), weights[1])
+    accumulated = dx.train(config(accumulation_steps=2, batch_size=16), out=tmp_path / "runs" / "accumulated")
+    assert accumulated.steps["effective_batch"].tolist() == [64] * 6
