@@ -4,21 +4,27 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
+from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import Step, leading, main_call
-from dxdy_nb.diagnosis.probes import FEW, Experiment, OutOfTime
+from dxdy_nb.diagnosis.probes import FEW, Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
+from dxdy_nb.diagnosis.sameness import replaced
 from dxdy_nb.diagnosis.subject import preserved
 from dxdy_nb.errors import DxdyError
+from dxdy_nb.nested import tensors_in
 
 SQUARED = 1.8e19  # the largest number whose square is a float32
 LOST = 1e-6  # of the last layer's gradient, each relative to its weights: five sigmoids take that much
 STEPS = 0.99  # of the elements do not feel a small change: a function that rounds
+LONG = 40  # steps of a counterfactual
 LEAKS = 4  # graphs of earlier steps that are alive: one or two may be somebody's last loss
 
 
@@ -323,6 +329,104 @@ def _fewer(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return (x[:8], y[:8]) if x.dim() and y.dim() and len(x) == len(y) else (x, y)
 
 
+def recomputed(experiment: Experiment) -> Iterator[Finding]:
+    """A checkpoint computes something else in backward than in forward, as with another dropout mask."""
+    used: list[Any] = []
+
+    def plain(*args: Any, **kwargs: Any) -> Iterator[None]:
+        used.append(args)
+        yield
+
+    def direct(function: Any, preserve: bool, *args: Any) -> Any:
+        used.append(args)
+        return function(*args)
+
+    if not experiment.batches or any(step.error for step in experiment.seen.steps):
+        return
+    stand_ins = {"_checkpoint_without_reentrant_generator": plain, "CheckpointFunction": SimpleNamespace(apply=direct)}
+    with ExitStack() as undo:
+        for name, other in stand_ins.items():
+            undo.callback(setattr, checkpoint, name, getattr(checkpoint, name))
+            setattr(checkpoint, name, other)
+        without = experiment.trial(experiment.batches[0]).updates
+    updates = experiment.trial(experiment.batches[0]).updates if used else []
+    if not updates or not without:
+        return
+    pairs = {n: (s.norm, without[0].parameters[n].norm) for n, s in updates[0].parameters.items()}
+    others = {n: pair for n, pair in pairs.items() if abs(pair[0] - pair[1]) > 0.01 * max(pair)}
+    if others:
+        name, norms = next(iter(others.items()))
+        yield found(
+            "checkpoint-computes-another",
+            listed(others),
+            f"the gradient of {name} has the norm {norms[0]:.4g}, and {norms[1]:.4g} without checkpoints on the same "
+            "random numbers: backward computed another forward",
+        )
+
+
+def closure_piles_up(experiment: Experiment) -> Iterator[Finding]:
+    """The optimizer calls its closure again and again, and each call adds to the gradients of the one before."""
+    optimizer, norms = experiment.subject.optimizer, list[list[float]]()
+    if optimizer is None or not any(len(step.backwards) > 1 for step in experiment.seen.steps):
+        return
+    original = optimizer.step
+
+    def step(closure: Any = None) -> Any:
+        def noted() -> Any:
+            value = closure()
+            grads = [p.grad for p in experiment.subject.parameters.values()]
+            norms.append([0.0 if grad is None else float(grad.norm()) for grad in grads])
+            return value
+
+        def twice() -> Any:
+            with random_states():
+                noted()
+            return noted()
+
+        return original(twice if callable(closure) else closure)
+
+    with preserved(experiment.subject):
+        optimizer.step = step  # type: ignore[method-assign]
+        experiment.train(experiment.batches[0])
+    once, both = norms[:2] or ([], [])
+    if len(norms) > 2 and any(once) and all(abs(b - 2 * a) <= 1e-3 * a for a, b in zip(once, both, strict=True)):
+        yield found(
+            "zero-grad-missing",
+            "the closure",
+            f"the optimizer calls its closure {len(norms) // 2} times a step; called twice on the same weights it "
+            "leaves twice the gradient: nothing is cleared inside it",
+        )
+
+
+def collapses(experiment: Experiment) -> Iterator[Finding]:
+    """Nothing is held fixed, and the loss is lowest where every output is the same: so they soon are."""
+    step, call, y = experiment.first, experiment.call, experiment.target
+    if step is None or call is None or not step.losses or experiment.output is None:
+        return
+    outs = [t for t in tensors_in(experiment.forward(evaluate=False, grad=True)) if t.is_floating_point()]
+    width = outs[0].size(-1) if outs[0].dim() > 1 else 1
+    if width < 2 or len(outs[0]) < 4 or not all(t.requires_grad and t.dim() > 1 and t.size(-1) == width for t in outs):
+        return
+    given = other = constant = step.losses[-1].args, step.losses[-1].kwargs
+    one = outs[0].detach().flatten(0, -2)[0]
+    for old in tensors_in(call.output):
+        constant = replaced(constant, old, one.expand_as(old).contiguous())
+    if y is not None:
+        if not y.dim() or torch.equal(y, y.flip(0)):
+            return
+        other = replaced(given, y, y.flip(0))
+    with torch.no_grad():
+        usual, blind, lowest = (float(step.losses[-1].module(*a, **k)) for a, k in (given, other, constant))
+    losses = finite(experiment.again(LONG)) if usual == blind and lowest < usual else []
+    if len(losses) == LONG and lowest <= min(losses) and losses[-1] - lowest < 0.2 * (losses[0] - lowest):
+        yield found(
+            "collapse",
+            "loss_fn",
+            f"with one vector as every output the loss is {lowest:.4g}, the lowest there is; no output is detached, no "
+            f"target is used, and in {LONG} steps the loss falls {losses[0]:.4g} → {losses[-1]:.4g}",
+        )
+
+
 def hooks_pile_up(experiment: Experiment) -> Iterator[Finding]:
     """Each step adds a hook to the gradients, so the same correction is made more and more often."""
     added = experiment.seen.final.get("hooks", {})
@@ -387,6 +491,9 @@ RULES = (
     vanishing,
     graphs_kept,
     wrong_gradient,
+    recomputed,
+    closure_piles_up,
+    collapses,
     hooks_pile_up,
     frozen_by_attribute,
     frozen_parts,

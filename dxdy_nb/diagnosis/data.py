@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 from dxdy_nb.autograd.copies import random_states
-from dxdy_nb.diagnosis.observation import leading
+from dxdy_nb.diagnosis.observation import leading, main_call
 from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import bits_of
@@ -171,7 +171,7 @@ def validation(experiment: Experiment) -> Iterator[Finding]:
     loader = experiment.subject.val_loader
     if loader is None:
         return
-    first, second = list(experiment.read(loader)), []
+    first = experiment.held
     with preserved(experiment.subject):
         torch.manual_seed(1 + torch.initial_seed() % 2**31)
         second = list(experiment.read(loader))
@@ -239,11 +239,7 @@ def another_scale(experiment: Experiment) -> Iterator[Finding]:
     if experiment.subject.val_loader is None:
         return
     train = [x.flatten(1) for _, x, _ in experiment.epoch if x is not None and x.is_floating_point() and x.dim() > 1]
-    held = [
-        x.flatten(1)
-        for _, x, _ in experiment.read(experiment.subject.val_loader)
-        if x is not None and x.is_floating_point() and x.dim() > 1
-    ]
+    held = [x.flatten(1) for _, x, _ in experiment.held if x is not None and x.is_floating_point() and x.dim() > 1]
     if sum(map(len, train)) < 16 or sum(map(len, held)) < 16 or train[0].size(1) != held[0].size(1):
         return
     a, b = torch.cat(train).double(), torch.cat(held).double()
@@ -257,6 +253,90 @@ def another_scale(experiment: Experiment) -> Iterator[Finding]:
             f"{float(a.std(0).median()):.3g} "
             f"in training, {float(b.mean(0).median()):.3g} ± {float(b.std(0).median()):.3g} in validation",
         )
+
+
+def batch_by_batch(experiment: Experiment) -> Iterator[Finding]:
+    """Each batch is standardised by its own mean and deviation: a sample's input depends on its company."""
+    steps = [(step.key, main_call(step)) for step in experiment.seen.steps]
+    seen = {key: given[0] for key, call in steps if call and (given := tensors_in((call.args, call.kwargs)))}
+    inputs = [x.flatten(1).double() for x in seen.values() if x.is_floating_point() and x.dim() > 1 and len(x) >= 8]
+    sampler = getattr(experiment.subject.loader, "sampler", None)
+    if len(inputs) < 3 or experiment.subject.batch_coupled or not isinstance(sampler, torch.utils.data.RandomSampler):
+        return
+    few = all(2 * len(x) <= len(sampler.data_source) for x in inputs)  # not the whole, standardised once
+    if few and all(_standard(x) for x in inputs):
+        yield found(
+            "standardised-per-batch",
+            "the input",
+            f"in each of {len(inputs)} batches, drawn at random, every feature has the mean 0 and the deviation 1 "
+            "of its own: samples are scaled by those they happen to come with",
+        )
+
+
+def _standard(x: Tensor) -> bool:
+    spread = x.std(0)
+    own = spread > 0
+    unit = ((spread - 1).abs() < 1e-3) | ((x.std(0, correction=0) - 1).abs() < 1e-3)
+    return bool(own.any()) and bool(unit[own].all()) and bool((x.mean(0).abs() < 1e-4).all())
+
+
+def missing_column(experiment: Experiment) -> Iterator[Finding]:
+    """A feature that is another in each training sample is one number in all of validation."""
+    train, held = (
+        [x for _, x, _ in batches if x is not None and x.is_floating_point() and x.dim() == 2]
+        for batches in (experiment.epoch, experiment.held)
+    )
+    if not train or not held or train[0].size(1) != held[0].size(1) or min(map(len, (*train, *held))) < 1:
+        return
+    a, b = torch.cat(train), torch.cat(held)
+    columns = (b == b[0]).all(0).nonzero().flatten().tolist() if min(len(a), len(b)) >= 32 else []
+    lost = [c for c in columns if len(a[:, c].unique()) > 0.9 * len(a) and len(columns) < a.size(1)]
+    if lost:
+        yield found(
+            "val-column-constant",
+            f"feature {lost[0]}",
+            f"it has {len(a[:, lost[0]].unique())} values in {len(a)} training samples, and is "
+            f"{float(b[0, lost[0]]):.4g} in all {len(b)} of validation",
+            column=lost[0],
+        )
+
+
+def other_names(experiment: Experiment) -> Iterator[Finding]:
+    """A model that has learnt is wrong in validation, and right when labels, or channels, change places."""
+    held, out = [(x, y) for _, x, y in experiment.held if x is not None and y is not None], experiment.output
+    if not held or not _labels(experiment) or out is None or out.dim() != 2 or any(y.dim() != 1 for _, y in held):
+        return
+    total, most = sum(len(y) for _, y in held), max(int(y.max()) for _, y in held)
+    if total < 32 or most >= out.size(1) or experiment.left() < 8:
+        return
+
+    def table(pairs: Any, order: Any = None) -> Tensor:
+        """Return how often each class was said where each was asked for, as shares."""
+        counts = torch.zeros(out.size(1), out.size(1))
+        for x, y in pairs:
+            said = leading(experiment.forward(x if order is None else x[:, order]))
+            if said is not None:
+                counts.index_put_((said.argmax(1), y), torch.ones(len(y)), accumulate=True)
+        return counts / counts.sum()
+
+    with experiment.after(2 * LONG):
+        learnt = float(table((x, y) for _, x, y in experiment.epoch if x is not None and y is not None).trace())
+        straight = table(held) if learnt > 0.9 else torch.eye(1)
+        orders: list[Any] = []
+        if float(straight.trace()) < 0.7 and held[0][0].dim() == 4 and held[0][0].size(1) == 3:
+            orders = [list(order) for order in itertools.permutations(range(3))]
+        channels = [("channels", float(table(held, order).trace()), order) for order in orders]
+    classes = straight.argmax(1).tolist()
+    one_to_one = len(set(classes)) == len(classes)
+    for what, score, order in [*channels, *[("classes", float(straight.amax(1).sum()), classes)] * one_to_one]:
+        if score > max(0.9, float(straight.trace()) + 0.3):
+            yield found(
+                "val-permuted",
+                "val_loader",
+                f"after {2 * LONG} steps {learnt:.0%} of the training samples are recognised and "
+                f"{float(straight.trace()):.0%} of {total} in validation; {score:.0%} when its {what} are {order}",
+            )
+            return
 
 
 def imbalance(experiment: Experiment) -> Iterator[Finding]:
@@ -438,6 +518,9 @@ RULES = (
     worker_randomness,
     validation,
     another_scale,
+    batch_by_batch,
+    missing_column,
+    other_names,
     stored_data_changes,
     lonely_batch,
     alignment,

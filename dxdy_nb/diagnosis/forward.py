@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dxdy_nb.diagnosis.observation import leading
-from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
+from dxdy_nb.diagnosis.probes import Experiment, set_lr
 from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.sameness import same_tensor
@@ -24,6 +25,16 @@ DEAD = 0.95  # of a layer's units, zero for every sample
 FEWEST = 8  # samples that a statement about all samples needs
 LONG = 40  # steps of a counterfactual
 TRAINED = 15  # steps after which a zero-initialised branch has left zero
+
+
+@contextmanager
+def _hooked(modules: Iterable[nn.Module], hook: Callable[..., Any]) -> Iterator[None]:
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def no_graph(experiment: Experiment) -> Iterator[Finding]:
@@ -115,15 +126,9 @@ def _where_nonfinite(experiment: Experiment, index: int, call: Any) -> str:
         if not found and not _finite(output) and _finite(args):
             found.append(names.get(id(module), ""))
 
-    handles = [m.register_forward_hook(look) for m in experiment.subject.model.modules()]
-    try:
-        with experiment.after(index), torch.no_grad():
-            call.module(*call.args, **call.kwargs)
-    except Exception:
-        return ""
-    finally:
-        for handle in handles:
-            handle.remove()
+    modules = experiment.subject.model.modules()
+    with suppress(Exception), _hooked(modules, look), experiment.after(index), torch.no_grad():
+        call.module(*call.args, **call.kwargs)
     return found[0] if found else ""
 
 
@@ -137,20 +142,14 @@ def sizes(experiment: Experiment) -> Iterator[Finding]:
     if experiment.call is None or x is None:
         return
     sizes: list[tuple[str, float]] = []
-    handles = [
-        module.register_forward_hook(
-            lambda m, i, o, name=name: (
-                sizes.append((name, _lower(o))) if torch.is_tensor(o) and o.is_floating_point() and o.numel() else None
-            )
-        )
-        for name, module in experiment.subject.model.named_modules()
-        if name
-    ]
-    try:
+    names = {id(m): name for name, m in experiment.subject.model.named_modules() if name}
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        if id(module) in names and torch.is_tensor(output) and output.is_floating_point() and output.numel():
+            sizes.append((names[id(module)], _lower(output)))
+
+    with _hooked(experiment.subject.model.modules(), look):
         experiment.forward(evaluate=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     known = [
         float(t.abs().max()) for t in (x, experiment.target) if t is not None and t.is_floating_point() and t.numel()
     ]
@@ -251,13 +250,9 @@ def dropout_at_the_end(experiment: Experiment) -> Iterator[Finding]:
     """The last thing that the model does is to drop parts of its answer."""
     called: list[nn.Module] = []
     leaves = [m for m in experiment.subject.model.modules() if not list(m.children())]
-    handles = [m.register_forward_hook(lambda m, i, o: called.append(m)) for m in leaves]
-    try:
+    with _hooked(leaves, lambda m, i, o: called.append(m)):
         if experiment.call is not None:
             experiment.forward(evaluate=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     reading = experiment.reading
     if called and isinstance(called[-1], DROPOUTS) and called[-1].p > 0:
         yield found(
@@ -339,6 +334,15 @@ def samples_mix(experiment: Experiment) -> Iterator[Finding]:
         order = torch.arange(n).roll(1)
         moved = leading(experiment.forward(x[order]))
         by_design = moved is not None and float((moved - base[order]).abs().max()) < 1e-4 * scale
+        factor = _shrinks(experiment, x, base) if by_design else 1.0
+        if factor < 1:
+            yield found(
+                "shrinks-with-batch",
+                "model",
+                f"in eval mode, with each sample of the batch given twice, all differences between outputs are "
+                f"{factor:.3g} times what they were: something is divided by what the whole batch holds",
+            )
+            return
         if x.dim() > 2 and out.dim() > 2 and out.size(1) == x.size(1) > 1:  # time may come first
             aside = torch.cat([x[:, :1], x[:, 1:].roll(1, 0)], 1)
             beside = leading(experiment.forward(aside))
@@ -350,6 +354,131 @@ def samples_mix(experiment: Experiment) -> Iterator[Finding]:
         + ("; it treats all alike, or the second axis is that of the samples: this may be meant" if by_design else ""),
         severity="hint" if by_design else "error",
     )
+
+
+def _shrinks(experiment: Experiment, x: Tensor, base: Tensor) -> float:
+    """Return what outputs are multiplied by when each sample is given twice; 1 where that is not one number below 1."""
+    if experiment.call is None or len(tensors_in((experiment.call.args, experiment.call.kwargs))) != 1:
+        return 1.0
+    twice = leading(experiment.forward(torch.cat([x, x])))
+    if twice is None or len(twice) != 2 * len(x):
+        return 1.0
+    before, after = base[1:] - base[:1], twice[1 : len(x)] - twice[:1]
+    factor = float((before * after).sum() / before.square().sum().clamp_min(1e-30))
+    exact = float((after - factor * before).norm()) < 1e-3 * float(before.norm())
+    return factor if exact and 0.4 < factor < 0.8 else 1.0  # 1/2 for a sum, 0.71 for a norm
+
+
+def rows_shared(experiment: Experiment) -> Iterator[Finding]:
+    """Token ids beyond the embedding's rows all get one row."""
+    x, given = experiment.input, list[tuple[Any, Tensor]]()
+    if x is None or x.is_floating_point() or x.is_complex() or experiment.call is None:
+        return
+    tables = [m for m in experiment.subject.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    with _hooked(tables, lambda m, args, output: given.append((m, args[0]))):
+        experiment.forward()
+    given = [(m, ids) for m, ids in given if torch.is_tensor(ids) and ids.shape == x.shape]
+    if any(torch.equal(ids, x) for _, ids in given):
+        return
+    for module, ids in given:
+        beyond = x >= module.num_embeddings
+        if torch.equal(ids[~beyond], x[~beyond]) and len(ids[beyond].unique()) == 1 < len(x[beyond].unique()):
+            share = float(beyond.float().mean())
+            yield found(
+                "ids-share-a-row",
+                experiment.subject.name_of(module),
+                f"{share:.0%} of the tokens have ids from {module.num_embeddings} to {int(x.max())}; all get row "
+                f"{int(ids[beyond][0])} of a table of {module.num_embeddings}",
+                severity="error" if share > 0.5 else "hint",
+            )
+
+
+def _padding_of(experiment: Experiment) -> Tensor | None:
+    """Return which positions of the input are padding that was declared; None where there is none."""
+    x, pad = experiment.input, experiment.subject.pad_id
+    if pad is None or x is None or x.is_floating_point() or x.dim() != 2 or not bool((x == pad).any()):
+        return None
+    return x == pad
+
+
+def reads_padding_only(experiment: Experiment) -> Iterator[Finding]:
+    """Other real tokens beside the same padding give the same output: the mask is the wrong way round."""
+    x, padded, out = experiment.input, _padding_of(experiment), experiment.output
+    if x is None or padded is None or out is None or len(out) != len(x):
+        return
+    other = x.clone()
+    other[~padded] = x[~padded].roll(len(x) // 2 + 1)
+    rows = padded.any(1) & (other != x).any(1)
+    first = leading(experiment.forward())
+    with experiment.after(min(TRAINED, max(1, len(experiment.seen.steps)))):
+        base, moved = leading(experiment.forward()), leading(experiment.forward(other))
+    if (
+        int(rows.sum()) < FEWEST
+        or first is None
+        or base is None
+        or moved is None
+        or torch.equal(base[rows], first[rows])
+    ):
+        return  # nothing that was learnt shows in the output yet
+    if torch.equal(base[rows], moved[rows]):
+        yield found(
+            "reads-padding-only",
+            "the padding mask",
+            f"other tokens at all real positions of {int(rows.sum())} sequences: not a bit of their outputs changes",
+            pad=experiment.subject.pad_id,
+        )
+
+
+def last_step_read(experiment: Experiment) -> Iterator[Finding]:
+    """Of a recurrent layer's outputs the last step alone is read, which has not seen what it should tell of."""
+    padded, given = _padding_of(experiment), dict[Any, Any]()
+    ends = padded is not None and float(padded[:, -1].float().mean()) > 0.5
+    layers = [m for m in experiment.subject.model.modules() if isinstance(m, nn.RNNBase) and (ends or m.bidirectional)]
+    out = None
+    if layers and experiment.call is not None:
+        with _hooked(layers, lambda m, i, o: given.__setitem__(m, o)):
+            out = leading(experiment.forward(evaluate=False, grad=True))
+    for layer, (steps, states) in given.items():
+        if out is None or isinstance(steps, PackedSequence) or steps.dim() != 3:
+            continue
+        parts = [steps, *tensors_in(states)]
+        slopes = torch.autograd.grad(out.abs().sum(), parts, allow_unused=True, retain_graph=True)
+        if slopes[0] is None or any(slope is not None for slope in slopes[1:]):
+            continue
+        g = slopes[0] if layer.batch_first else slopes[0].transpose(0, 1)
+        if not g[:, -1].any() or g[:, :-1].any():
+            continue
+        usual, other = experiment.ending(LONG), _read_at_the_ends(experiment, layer, ends)
+        yield found(
+            "last-step-read",
+            experiment.subject.name_of(layer),
+            "only its outputs at the last step are used: "
+            + ("padding stands there" if ends else "their backward half has seen one step")
+            + f"; loss after {LONG} steps {usual:.4g}, with the state at each sequence's own end {other:.4g}",
+            severity="error" if other < 0.5 * usual else "hint",
+        )
+
+
+def _read_at_the_ends(experiment: Experiment, layer: Any, padded: bool) -> float:
+    """Return where training ends when a recurrent layer's last step holds what either direction ends with."""
+    tokens: list[Tensor] = []
+
+    def note(batch: Any) -> Any:
+        tokens.append(tensors_in(batch)[experiment.places[0]])
+        return batch
+
+    def ends(module: nn.Module, args: Any, output: Any) -> tuple[Tensor, Any]:
+        steps = output[0] if layer.batch_first else output[0].transpose(0, 1)
+        last = torch.full((len(steps),), steps.size(1) - 1)
+        if padded:
+            last = (tokens[-1].ne(experiment.subject.pad_id or 0).sum(1) - 1).clamp(min=0)
+        half = steps.size(2) // (1 + layer.bidirectional)
+        state = torch.cat([steps[torch.arange(len(steps)), last, :half], steps[:, 0, half:]], 1)
+        steps = torch.cat([steps[:, :-1], state[:, None]], 1)
+        return steps if layer.batch_first else steps.transpose(0, 1), output[1]
+
+    with _hooked([layer], ends):
+        return experiment.ending(LONG, batch=note)
 
 
 def sees_the_future(experiment: Experiment) -> Iterator[Finding]:
@@ -403,31 +532,17 @@ def affine(experiment: Experiment) -> Iterator[Finding]:
     if not bend < 1e-5:
         return
     # A rate that is too large for the one may suit the other, so the plain network may also go slower.
-    runs = (
-        experiment.again(LONG),
-        experiment.again(LONG, prepare=set_lr(0.25)),
-        _with_activations(experiment, layers[:-1]),
-    )
-    plain, slow, bent = (min(finite(losses)[-4:], default=math.inf) for losses in runs)
-    ends = min(plain, slow), bent
-    helps = len(finite(runs[-1])) == LONG and ends[1] < 0.5 * ends[0]
+    plain = min(experiment.ending(LONG, prepare=prepare) for prepare in (None, set_lr(0.25)))
+    with _hooked(layers[:-1], lambda m, i, o: F.relu(o)):
+        bent = experiment.ending(LONG)
     yield found(
         "missing-activation",
         "model",
         f"{len(layers)} linear layers, and f(a) + f(b) - 2 f((a+b)/2) is {bend:.1e} of f(a) - f(b): the network is "
         "affine; after "
-        f"{LONG} steps the loss is {ends[0]:.4g}, with ReLUs between the layers {ends[1]:.4g}",
-        severity="error" if helps else "hint",
+        f"{LONG} steps the loss is {plain:.4g}, with ReLUs between the layers {bent:.4g}",
+        severity="error" if bent < 0.5 * plain else "hint",
     )
-
-
-def _with_activations(experiment: Experiment, layers: list[nn.Linear]) -> list[float]:
-    handles = [layer.register_forward_hook(lambda m, i, o: F.relu(o)) for layer in layers]
-    try:
-        return experiment.again(LONG)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Writes(torch.overrides.TorchFunctionMode):
@@ -506,6 +621,9 @@ RULES = (
     dropout_at_the_end,
     random_in_eval,
     samples_mix,
+    rows_shared,
+    reads_padding_only,
+    last_step_read,
     sees_the_future,
     affine,
     written_behind,

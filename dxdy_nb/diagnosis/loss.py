@@ -1,5 +1,6 @@
 """Whether the loss asks for what was meant."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import leading, main_call
-from dxdy_nb.diagnosis.probes import Experiment
-from dxdy_nb.diagnosis.reading import Reading
+from dxdy_nb.diagnosis.probes import Experiment, set_lr
+from dxdy_nb.diagnosis.reading import Calls, Reading, bounds
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import replaced
 from dxdy_nb.nested import tensors_in
 
 CLOSE = 1e-4
+LONG = 40  # steps of a counterfactual
+LARGE, SEARCH = 1_000_000, 100  # elements of an output that is searched for a better one, and steps
 PADDED = 0.1  # share of positions: fewer do not move the mean much
 
 
@@ -97,7 +100,15 @@ def wrong_input(experiment: Experiment) -> Iterator[Finding]:
             "the output is non-negative and sums to 1 in every row, and cross_entropy takes the softmax of it again: "
             f"the loss cannot fall below {floor:.3g}",
         )
-    if reading.kind == "bce_logits" and experiment.last_operation == "Sigmoid":
+    squashed = experiment.last_operation == "Sigmoid" and reading.gradient is not None
+    if reading.kind == "cross_entropy" and squashed and outputs[0].dim() == 2 and outputs[0].size(1) > 2:
+        yield found(
+            "softmax-then-ce",
+            "loss_fn",
+            "the output comes from a sigmoid, and cross_entropy takes the softmax of it: scores differ by at most 1, "
+            f"and the loss cannot fall below {math.log(1 + (outputs[0].size(1) - 1) * math.exp(-1)):.3g}",
+        )
+    if reading.kind == "bce_logits" and squashed:
         yield found(
             "sigmoid-then-bcelogits",
             "loss_fn",
@@ -122,6 +133,176 @@ def impossible_arguments(experiment: Experiment) -> Iterator[Finding]:
                 "loss_fn",
                 f"kl_div takes log-probabilities first; its input reaches {float(given.max()):.3g}, above 0",
             )
+
+
+def out_of_reach(experiment: Experiment) -> Iterator[Finding]:
+    """The last operation is bounded, and a good part of the targets of a regression lies beyond."""
+    reading, out = experiment.reading, leading(experiment.forward(grad=True)) if experiment.call is not None else None
+    targets = [y.flatten() for _, _, y in experiment.epoch if y is not None and y.is_floating_point()]
+    if reading is None or reading.kind not in ("mse", "l1") or out is None or not targets:
+        return
+    perfect = experiment.loss_of(targets[0].view_as(out)) if targets[0].numel() == out.numel() else None
+    if perfect is None or not abs(float(perfect)) < CLOSE * abs(reading.value):
+        return  # it is not the output as it is that should be the target
+    low, high = bounds(out)
+    y = torch.cat(targets)
+    beyond = float(((y < low - CLOSE) | (y > high + CLOSE)).float().mean())
+    if beyond > 0.2 and low < high:
+        yield found(
+            "targets-out-of-reach",
+            "the last operation",
+            f"it keeps the output within {low:g} and {high:g}, and {beyond:.0%} of the targets lie beyond "
+            f"({float(y.min()):.3g} to {float(y.max()):.3g})",
+        )
+
+
+def _signs(given: dict[str, Any]) -> str:
+    y = given["target"]
+    wrong = bool(((y == 0) | (y == 1)).all()) and bool((y == 0).any())
+    return "targets are 1 and -1; here they are 0 and 1, and nothing is asked where they are 0" if wrong else ""
+
+
+def _above(given: dict[str, Any]) -> str:
+    low = 0.0 if given.get("log_target") else float(given["target"].min())
+    return f"targets are counts or probabilities; they reach down to {low:.3g}" if low < -CLOSE else ""
+
+
+def _transcript(given: dict[str, Any]) -> str:
+    y, blank = given["targets"], given["blank"]
+    lengths = torch.as_tensor(given["target_lengths"])
+    labels = y[torch.arange(y.size(1)) < lengths[:, None].cpu()] if y.dim() == 2 else y
+    if bool((labels == blank).any()):
+        share = float((labels == blank).float().mean())
+        return f"{share:.0%} of the labels are {blank}, which stands for the blank and can never be read"
+    total = given["log_probs"].exp().sum(-1)
+    if bool(((total - 1).abs() > 1e-3).any()):
+        return f"it takes log-probabilities; exp of them sums to {float(total.mean()):.3g}, not 1"
+    return ""
+
+
+# What torch's losses are defined for: what is wrong with their arguments, in words.
+PRECONDITIONS = {
+    **dict.fromkeys(
+        ("cosine_embedding_loss", "hinge_embedding_loss", "margin_ranking_loss", "soft_margin_loss"), _signs
+    ),
+    "ctc_loss": _transcript,
+    "poisson_nll_loss": _above,
+    "kl_div": _above,
+}
+
+
+def preconditions(experiment: Experiment) -> Iterator[Finding]:
+    """A loss of torch is given what it is not defined for."""
+    if not experiment.batches or (experiment.first is not None and experiment.first.error is not None):
+        return
+    wrong: dict[str, list[str]] = {}
+
+    def look(func: Any, args: Any, kwargs: Any) -> None:
+        name = getattr(func, "__name__", "")
+        if name in PRECONDITIONS and func.__module__ == F.__name__:
+            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound.apply_defaults()
+            if bound.arguments["reduction"] != "none":  # else something may be left out afterwards
+                wrong.setdefault(name, []).append(PRECONDITIONS[name](bound.arguments))
+
+    with Calls(look):
+        for batch in experiment.batches[:2]:
+            experiment.trial(batch)
+    for name, words in wrong.items():
+        if all(words):
+            yield found("not-for-this-loss", name, words[0])
+    reading, y = experiment.reading, experiment.target
+    if reading is None or reading.kind or y is None or y.shape != reading.output.shape or not y.is_floating_point():
+        return
+    margins = (1 - y * reading.output).clamp(min=0)
+    hinge = any(abs(float(v) - reading.value) < CLOSE * abs(reading.value) for v in (margins.mean(), margins.sum()))
+    if hinge and (said := _signs({"target": y})):
+        yield found("not-for-this-loss", "a hinge loss", said)
+
+
+def viewed(experiment: Experiment) -> Iterator[Finding]:
+    """Scores were brought into another shape by a view where the axes should change places."""
+    reading = experiment.reading
+    g = reading.gradient if reading is not None else None
+    if reading is None or g is None or reading.kind != "cross_entropy" or g.dim() < 3 or not g.any():
+        return
+    classes, largest = g.size(-1), float(g.abs().max())
+    asked = g.reshape(len(g), classes, -1)
+
+    def none(t: Tensor) -> bool:
+        return float(t.abs().max()) < 1e-4 * largest
+
+    if none(asked.sum(1)) and not none(g.sum(-1)) and not none(g.flatten(2).sum(1)) and asked.size(2) != classes:
+        yield found(
+            "class-axis-by-view",
+            "loss_fn",
+            f"the gradient at the output {list(g.shape)} sums to zero over no axis of it, and over the classes of a "
+            f"view as {list(asked.shape)}: scores of one position are taken for another's",
+        )
+
+
+def averaged_twice(experiment: Experiment) -> Iterator[Finding]:
+    """The loss is a mean, and was divided by the number of samples once more."""
+    reading = experiment.reading
+    reference = _reference(reading) if reading is not None and reading.gradient is not None else None
+    if reading is None or reference is None or reading.gradient is None or len(reading.output) < 8:
+        return
+    n, factor = len(reading.output), float(reading.gradient.norm() / reference.norm().clamp_min(1e-30))
+    if abs(factor * n - 1) > 1e-3 or float((reading.gradient * n - reference).norm()) > 1e-3 * float(reference.norm()):
+        return
+    ends = [n * experiment.ending(LONG, prepare=prepare) for prepare in (None, set_lr(n))]
+    yield found(
+        "averaged-twice",
+        "loss_fn",
+        f"the loss of {n} samples is their mean divided by {n}; the mean after {LONG} steps is {ends[0]:.4g}, with {n} "
+        f"times the learning rate {ends[1]:.4g}",
+        severity="error" if ends[1] < 0.5 * ends[0] else "hint",
+    )
+
+
+def better_than_perfect(experiment: Experiment) -> Iterator[Finding]:
+    """The loss gives 0 to the targets themselves, and less to something else within the output's range."""
+    reading, y, call = experiment.reading, experiment.target, experiment.call
+    if reading is None or reading.kind or reading.value <= 0 or y is None or not y.is_floating_point() or call is None:
+        return
+    if (
+        y.shape != reading.output.shape
+        or y.numel() > LARGE
+        or not torch.is_tensor(call.output)
+        or bool((y == y[:1]).all())
+    ):
+        return
+    perfect, out = experiment.loss_of(y), leading(experiment.forward(grad=True))
+    if perfect is None or not abs(float(perfect)) < 0.01 * reading.value or out is None or _fixed(reading.output):
+        return
+    inside = bounds(out) == (0, 1)
+    if not inside and bounds(out) != (-math.inf, math.inf):
+        return
+    free = (y.clamp(0.02, 0.98).logit() if inside else y).detach().clone().requires_grad_()
+    search = torch.optim.Adam([free], 0.05)
+    for _ in range(SEARCH):
+        answer = free.sigmoid() if inside else free
+        with torch.enable_grad():
+            value = experiment.loss_of(answer)
+        if value is None or value.grad_fn is None or not math.isfinite(float(value)):
+            return
+        if float(value) < -0.1 * reading.value:
+            yield found(
+                "perfect-is-not-best",
+                "loss_fn",
+                f"with the targets as the output the loss is {float(perfect):.3g}, and {float(value):.3g} with an "
+                f"output that differs from them by {float((answer - y).abs().mean()):.3g} on average",
+            )
+            return
+        search.zero_grad()
+        value.backward()
+        search.step()
+
+
+def _fixed(out: Tensor) -> bool:
+    """Return whether all rows have one length, or one sum: they were normalised."""
+    rows = out.flatten(1) if out.dim() > 1 else out[:, None]
+    return any(float(v.std()) < 0.01 * float(v.abs().mean()) for v in (rows.norm(dim=1), rows.sum(1)) if len(v) > 1)
 
 
 def softmax_axis(experiment: Experiment) -> Iterator[Finding]:
@@ -475,6 +656,11 @@ RULES = (
     single_logit,
     softmax_axis,
     impossible_arguments,
+    out_of_reach,
+    preconditions,
+    viewed,
+    averaged_twice,
+    better_than_perfect,
     wrong_input,
     targets_out_of_range,
     class_weights,

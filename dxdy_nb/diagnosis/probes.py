@@ -75,6 +75,10 @@ class Experiment:
         after = _values(self.subject.ema_model)
         facts: dict[str, Any] = {"buffers": moved, "modes": _modes(self.subject.model)}
         facts["ema_still"] = [n for n, v in ema.items() if equal(v, after[n])]
+        model = {n: p.detach() for n, p in self.subject.parameters.items() if n in ema and p.shape == ema[n].shape}
+        if model and all(v.is_floating_point() for v in model.values()):
+            went, gap = (torch.cat([(to[n] - ema[n]).flatten() for n in model]) for to in (after, model))
+            facts["ema_towards"] = float(torch.cosine_similarity(went, gap, 0))
         if self.subject.validate is not None:
             with suppress(Exception), random_states():
                 marks = {n: b.detach().clone() for n, b in self.subject.model.named_buffers()}
@@ -220,6 +224,11 @@ class Experiment:
                 losses.append(witness.step.value)
         return losses
 
+    def ending(self, steps: int, **changes: Any) -> float:
+        """Return the lowest of the last four losses of ``again``, infinity where a loss was not finite."""
+        losses = finite(self.again(steps, **changes))
+        return min(losses[-4:]) if len(losses) == steps else math.inf
+
     def _stream(self, steps: int, fixed: bool) -> Iterator[Any]:
         if fixed:
             yield from [self.batches[0]] * steps
@@ -317,6 +326,11 @@ class Experiment:
     def epoch(self) -> list[tuple[Any, Tensor | None, Tensor | None]]:
         """Every batch of an epoch with its input and target, as far as time and memory allow."""
         return list(self.read(self.subject.loader))
+
+    @cached_property
+    def held(self) -> list[tuple[Any, Tensor | None, Tensor | None]]:
+        """Likewise of the validation set."""
+        return list(self.read(self.subject.val_loader))
 
     def read(self, loader: Any) -> Iterator[tuple[Any, Tensor | None, Tensor | None]]:
         """Yield batch, input and target for one pass over a loader, within limits that are noted."""

@@ -1,7 +1,10 @@
 """What a loss does with the model's output, read from the graph between the two."""
 
+import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +69,40 @@ def last_operation(output: Tensor) -> str:
     return "" if node is None else operation_of(node.__class__)
 
 
+# What stays within two numbers, whatever it is given.
+BOUNDS: dict[str, tuple[Any, Any]] = {
+    "Tanh": (-1, 1),
+    "Sigmoid": (0, 1),
+    "Softmax": (0, 1),
+    "Relu": (0, math.inf),
+    "Softplus": (0, math.inf),
+}
+LIMITS = {"Clamp": ("_saved_min", "_saved_max"), "Hardtanh": ("_saved_min_val", "_saved_max_val")}
+
+
+def bounds(output: Tensor) -> tuple[float, float]:
+    """Return the numbers between which an output stays: those of its last operation, times a constant."""
+    node, scale = output.grad_fn, 1.0
+    while node is not None:
+        name = operation_of(node.__class__)
+        constants = [
+            t for t in (getattr(node, "_saved_self", None), getattr(node, "_saved_other", None)) if t is not None
+        ]
+        behind = [child for child, _ in node.next_functions if child is not None]
+        if name in ("Mul", "Div") and len(behind) == len(constants) == 1 and constants[0].numel() == 1:
+            scale *= float(constants[0]) ** (1 if name == "Mul" else -1)
+        elif not is_shaping(node):
+            break
+        node = behind[0] if len(behind) == 1 else None
+    if node is None:
+        return -math.inf, math.inf
+    known = [getattr(node, limit) for limit in LIMITS.get(name, ())] or BOUNDS.get(name, (None, None))
+    low, high = (
+        scale * float(end if end is not None else sign * math.inf) for sign, end in zip((-1, 1), known, strict=True)
+    )
+    return min(low, high), max(low, high)
+
+
 @dataclass(frozen=True)
 class Reading:
     """The loss of the first step as a function of the output alone: its kind, and its gradient at the output."""
@@ -99,14 +136,15 @@ def _heard_of(experiment: "Experiment", output: Tensor) -> Reading | None:
     )  # fmt: skip
 
 
-class _Divergence(torch.overrides.TorchFunctionMode):
-    """Notes what kl_div is given first: it leaves no operation of its own in the graph."""
+class Calls(torch.overrides.TorchFunctionMode):
+    """Tells of each of torch's functions that is called with which arguments."""
 
-    given: Tensor | None = None
+    def __init__(self, tell: Callable[[Any, Any, Any], object]) -> None:
+        super().__init__()
+        self.tell = tell
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.kl_div and args:
-            self.given = args[0].detach()
+        self.tell(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -116,8 +154,13 @@ def read_loss(experiment: "Experiment") -> Reading | None:
     if output is None or not output.is_floating_point():
         return None
     leaf = output.detach().clone().requires_grad_()
-    divergence = _Divergence()
-    with torch.enable_grad(), warnings.catch_warnings(), divergence:
+    divergence = SimpleNamespace(given=None)  # kl_div leaves no operation of its own in the graph
+
+    def note(func: Any, args: Any, kwargs: Any) -> None:
+        if func is torch.nn.functional.kl_div and args:
+            divergence.given = args[0].detach()
+
+    with torch.enable_grad(), warnings.catch_warnings(), Calls(note):
         warnings.simplefilter("ignore")
         loss = experiment.loss_of(leaf)
     if loss is None or not torch.is_tensor(loss) or loss.numel() != 1:

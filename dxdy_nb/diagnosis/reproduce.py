@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dxdy_nb.diagnosis.probes import Experiment
 from dxdy_nb.diagnosis.report import Finding, found, listed
-from dxdy_nb.diagnosis.subject import batches_of, preserved
+from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved
 from dxdy_nb.nested import tensors_in
 
 NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -79,12 +79,16 @@ def resumed(experiment: Experiment) -> Iterator[Finding]:
     with preserved(subject):
         for index, batch in zip(range(4), _cycle(subject.loader), strict=False):
             experiment.train(batch, index)
+        if subject.on_epoch_end is not None:
+            subject.on_epoch_end()  # so that a schedule is not where it began
         order_before = None
         saved = copy.deepcopy(subject.save())
         state = {n: t.detach().clone() for n, t in subject.model.state_dict().items()}
         moments = _moments(subject)
         lrs = _lrs(subject.optimizer)
         position = getattr(subject.scheduler, "last_epoch", None)
+        parts = {name: _state_of(getattr(subject, name)) for name in ("scaler", "ema_model")}
+        answers = _answers(experiment, subject.model)
         order_before = _first_batch(subject.loader)
     with preserved(subject):
         random = torch.get_rng_state()
@@ -97,6 +101,7 @@ def resumed(experiment: Experiment) -> Iterator[Finding]:
             return
         order_after = _first_batch(again.get("loader"))
         yield from _compared(state, moments, lrs, position, again)
+        yield from _differences(experiment, state, parts, answers, again)
         optimizer = again.get("optimizer")
         same = order_before is not None and order_after is not None and _same(order_before, order_after)
         first = experiment.batches[0] if experiment.batches else None
@@ -144,6 +149,46 @@ def _compared(state: Any, moments: Any, lrs: Any, position: Any, again: dict[str
             "scheduler",
             f"lr {lrs} before, {new_lrs} after resuming; scheduler steps {position} → {new_position}",
         )
+
+
+def _state_of(part: Any) -> dict[str, Any]:
+    state = part if isinstance(part, dict) else part.state_dict() if hasattr(part, "state_dict") else {}
+    return {n: v.detach().clone() if torch.is_tensor(v) else v for n, v in state.items()}
+
+
+def _answers(experiment: Experiment, model: nn.Module) -> list[Tensor]:
+    """Return what a model says to the first batch, twice, where it is the model that was called."""
+    call = experiment.call
+    if call is None or call.module is not experiment.subject.model:
+        return []
+    with preserved(Subject(model)), torch.no_grad():
+        model.eval()
+        return [t.clone() for _ in range(2) for t in tensors_in(model(*call.args, **call.kwargs))]
+
+
+def _differences(
+    experiment: Experiment, state: Any, parts: dict[str, Any], answers: list[Tensor], again: dict[str, Any]
+) -> Iterator[Finding]:
+    """Yield what else is another after resuming: what scaler and average hold, or what the model answers."""
+    for name, before in parts.items():
+        after = _state_of(again.get(name))
+        if name in again and before and after and not _same_state(before, after):
+            other = [key for key in before if not _same_state({key: before[key]}, {key: after.get(key)})]
+            yield found("resume-differs", name, f"{listed(other)} of {name} differ after save and resume", part=name)
+    new = again["model"].state_dict()
+    if answers and all(n in new and torch.equal(t, new[n]) for n, t in state.items()):
+        half = len(answers) // 2
+        now = _answers(experiment, again["model"])
+        repeat = _same(answers[:half], answers[half:]) and _same(now[:half], now[half:])
+        if repeat and len(now) == len(answers) and not all(map(torch.allclose, answers, now)):
+            gap = max(float((a - b).abs().max()) for a, b in zip(answers, now, strict=True))
+            yield found(
+                "resume-differs",
+                "model",
+                f"all tensors of state_dict are the same after save and resume, and the answers to one batch differ by "
+                f"{gap:.3g}: the model holds something that state_dict does not know",
+                part="model",
+            )
 
 
 def _cycle(loader: Any) -> Iterator[Any]:

@@ -1,7 +1,10 @@
 """Whether the optimizer changes the right weights, by the right amount, in the right direction."""
 
+import functools
 import itertools
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
@@ -13,13 +16,16 @@ from torch.optim import lr_scheduler
 from dxdy_nb.diagnosis.backward import SQUARED
 from dxdy_nb.diagnosis.observation import Update
 from dxdy_nb.diagnosis.probes import FEW, Experiment, finite, set_lr
+from dxdy_nb.diagnosis.reading import Calls
 from dxdy_nb.diagnosis.report import Finding, Trial, found, listed
+from dxdy_nb.diagnosis.sameness import same_tensor
 
 SHORT, LONG = 8, 40  # steps of a counterfactual
 CRUSHING = 0.01  # of every weight, at each step: half of it is gone after 70
 HALVES = (torch.float16, torch.bfloat16)
 STEPWISE = (lr_scheduler.StepLR, lr_scheduler.MultiStepLR)  # made for epochs
 RUNAWAY = 1000.0  # times the loss in SHORT steps: more than double at each of them
+FACTOR = re.compile(r"lr_?(scale|mult|multiplier|factor)")
 PUSHED = 0.9  # share of elements that do not follow their gradient
 
 
@@ -254,6 +260,79 @@ def clip_out_of_order(experiment: Experiment) -> Iterator[Finding]:
             f"all {useless} clippings follow {before[-1] or 'nothing'}, none a backward: no gradient was clipped "
             "before "
             "it was used",
+        )
+
+
+def clips_nothing(experiment: Experiment) -> Iterator[Finding]:
+    """Clipping found no gradient at all, and the optimizer did."""
+    steps = [s for s in experiment.seen.steps if s.clips and s.updates]
+    steps = [s for s in steps if s.events.index("clip") < s.events.index("step") and not any(c[0] for c in s.clips)]
+    handed = [max((row.norm for row in s.updates[0].parameters.values() if row.norm > 0), default=0.0) for s in steps]
+    if len(steps) >= FEW and min(handed) > 0:
+        yield found(
+            "clips-nothing",
+            "the training step",
+            f"in {len(steps)} steps the norm before clipping was 0, and the optimizer was handed gradients with norms "
+            f"from {min(handed):.3g} on: they are not those that were clipped",
+        )
+
+
+def moved_twice(experiment: Experiment) -> Iterator[Finding]:
+    """Two optimizers own a weight, and both move it by one and the same gradient."""
+    pairs = [pair for step in experiment.seen.steps for pair in itertools.combinations(step.updates, 2)]
+    rows = [(a.parameters, b.parameters) for a, b in pairs if a.optimizer is not b.optimizer]
+    both = [(n, row, b[n]) for a, b in rows for n, row in a.items() if n in b and row.moved and b[n].moved]
+    twice = Counter(n for n, row, other in both if row.norm == other.norm > 0)
+    names = [name for name, count in twice.items() if count >= FEW]
+    if names:
+        yield found(
+            "two-optimizers-one-weight",
+            listed(names),
+            f"{listed(names)} belong to two optimizers, and in {twice[names[0]]} steps both moved them by one gradient",
+        )
+
+
+def unread_settings(experiment: Experiment) -> Iterator[Finding]:
+    """Groups have a factor for the rate that no optimizer of torch reads, and one rate for all."""
+    for optimizer in experiment.subject.all_optimizers:
+        groups = optimizer.param_groups
+        one = len({float(group["lr"]) for group in groups if "lr" in group}) == 1
+        for key in {key for group in groups for key in group if FACTOR.fullmatch(key)} - {*optimizer.defaults}:
+            if one and len({group.get(key) for group in groups}) > 1:
+                yield from _better_with(
+                    experiment,
+                    "group-setting-ignored",
+                    functools.partial(_multiplied, key),
+                    f"the groups have one rate, and {key} {listed(g.get(key) for g in groups)} that nothing reads",
+                    "lr",
+                )
+
+
+def _multiplied(key: str, group: dict[str, Any]) -> bool:
+    group["lr"] = group["lr"] * group.get(key, 1)
+    return bool(group.get(key, 1) != 1)
+
+
+def copied_onto_itself(experiment: Experiment) -> Iterator[Finding]:
+    """Weights are synchronised with themselves, so they never change."""
+    still = {n: p for n, p in experiment.subject.parameters.items() if n not in experiment.seen.moved and p.numel()}
+    if not still or not experiment.seen.moved or experiment.subject.train_step is None:
+        return
+    copies: list[int] = []
+
+    def look(func: Any, args: Any, kwargs: Any) -> None:
+        if func is torch.Tensor.copy_ and torch.is_tensor(args[1]) and same_tensor(args[0].detach(), args[1].detach()):
+            copies.append(args[0].data_ptr())
+
+    with Calls(look):
+        experiment.again(len(experiment.seen.steps))
+    names = [n for n, p in still.items() if p.data_ptr() in copies]
+    if names:
+        yield found(
+            "copied-onto-itself",
+            listed(names),
+            f"in {len(experiment.seen.steps)} steps they were copied onto themselves "
+            f"{copies.count(still[names[0]].data_ptr())} times, and nothing else moved them",
         )
 
 
@@ -577,6 +656,12 @@ def averages(experiment: Experiment) -> Iterator[Finding]:
             + ("none of its names is one of the model's" if other else "it may be meant to begin later"),
             severity="error" if other else "hint",
         )
+    elif weights and seen.final.get("ema_towards", 0.0) < -0.5:
+        yield found(
+            "ema-pushed-away",
+            listed(weights),
+            f"cosine between where the average went and where the model lies from it: {seen.final['ema_towards']:.2f}",
+        )
     elif buffers and any(n in still and any(m.endswith(n) or n.endswith(m) for m in moved) for n in buffers):
         yield found(
             "ema-buffers-stale",
@@ -657,6 +742,10 @@ RULES = (
     lr_is_no_number,
     scaled_gradients,
     clip_out_of_order,
+    clips_nothing,
+    moved_twice,
+    unread_settings,
+    copied_onto_itself,
     settings,
     halves,
     weights_stay,

@@ -2,9 +2,10 @@
 
 import torch
 from torch import nn
+from torch.optim import LBFGS
 from torch.utils.checkpoint import checkpoint
 
-from cases.builders import classification, clusters, mlp, plain_step, regression
+from cases.builders import batches, classification, clusters, mlp, plain_step, regression
 from cases.registry import case
 
 
@@ -202,3 +203,88 @@ def zero_grad_missing(bug):
     return classification(
         x=x, y=y, model=model, train_step=train_step, optimizer=torch.optim.SGD(model.parameters(), 0.05)
     )
+
+
+class Checkpointed(nn.Module):
+    """A block with dropout that is computed again in backward."""
+
+    def __init__(self, preserve, reentrant):
+        super().__init__()
+        self.first, self.last, self.preserve, self.reentrant = nn.Linear(8, 32), nn.Linear(32, 3), preserve, reentrant
+        self.block = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Dropout(0.5))
+
+    def forward(self, x):
+        options = {"use_reentrant": self.reentrant, "preserve_rng_state": self.preserve}
+        return self.last(checkpoint(self.block, self.first(x), **options))
+
+
+@case(
+    "checkpoint-other-dropout",
+    stages=("backward",),
+    causes=("checkpoint-computes-another",),
+    source="allenai/OLMo-core#828",
+)
+def checkpoint_other_dropout(bug):
+    return classification(model=Checkpointed(not bug, False))
+
+
+@case(
+    "reentrant-checkpoint-other-dropout",
+    stages=("backward",),
+    causes=("checkpoint-computes-another",),
+    source="openai/guided-diffusion#167",
+)
+def reentrant_checkpoint_other_dropout(bug):
+    return classification(model=Checkpointed(not bug, True))
+
+
+@case(
+    "closure-without-zero-grad",
+    stages=("backward", "update"),
+    causes=("zero-grad-missing",),
+    source="skorch-dev/skorch#636",
+)
+def closure_without_zero_grad(bug):
+    def train_step(model, batch, optimizer, loss_fn, step):
+        optimizer.zero_grad()
+
+        def closure():
+            if not bug:
+                optimizer.zero_grad()
+            loss = loss_fn(model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    model = mlp(6, 20, 1)
+    return regression(model=model, optimizer=LBFGS(model.parameters(), 0.5, max_iter=5), train_step=train_step)
+
+
+class Views(nn.Module):
+    """Embeddings of two views of a thing, and what each says of the other."""
+
+    def __init__(self, detach):
+        super().__init__()
+        self.body, self.says, self.detach = mlp(12, 32, 8), mlp(8, 16, 8), detach
+
+    def forward(self, x):
+        z = self.body(x)
+        return self.says(z), z.flip(1).detach() if self.detach else z.flip(1)
+
+
+@case(
+    "stop-gradient-missing",
+    stages=("backward", "loss"),
+    causes=("collapse",),
+    source="lightly-ai/lightly#559",
+)
+def stop_gradient_missing(bug):
+    x = torch.randn(128, 1, 12) + 0.5 * torch.randn(128, 2, 12)
+
+    def loss_fn(output, target):
+        return -torch.cosine_similarity(*output, -1).mean()
+
+    model = Views(not bug)
+    more = {"loss_fn": loss_fn, "loader": batches(x, torch.arange(128), 32)}
+    return classification(x=x, y=torch.arange(128), model=model, **more)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, get_worker_info
 
-from cases.builders import batches, classification, clusters, mlp, regression, shuffled
+from cases.builders import batches, classification, clusters, mlp, plain_step, regression, shuffled
 from cases.registry import case
 
 
@@ -301,3 +301,64 @@ def unnormalised_inputs(bug):
     x = pixels if bug else (pixels - 128) / 64
     model = mlp(40, 48, 4)
     return classification(x=x, y=y, model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+
+@case(
+    "standardised-per-batch",
+    stages=("data",),
+    causes=("standardised-per-batch",),
+    source="deepinv/deepinv#908",
+)
+def standardised_per_batch(bug):
+    x, y = clusters(3, 144, 5)
+    x = 40 + 7 * x
+    mean, std = x.mean(0), x.std(0)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        x, y = batch
+        x = (x - x.mean(0)) / x.std(0) if bug else (x - mean) / std
+        return plain_step(model, (x, y), optimizer, loss_fn, step)
+
+    return classification(x=x, y=y, loader=shuffled(x, y, 24), train_step=train_step)
+
+
+@case(
+    "val-column-constant",
+    stages=("data",),
+    causes=("val-column-constant",),
+    source="neurodata/SPORF#355",
+)
+def val_column_constant(bug):
+    x = torch.randn(160, 5)
+    y = x @ torch.randn(5, 1) + torch.randn(160, 1)
+    last = y[:, 0] + 0.1 * torch.randn(160)
+    if bug:
+        last[96:] = -1.0  # nobody knows it yet
+    x = torch.cat([x, last[:, None]], 1)
+    return regression(x=x[:96], y=y[:96], val_loader=batches(x[96:], y[96:], 32))
+
+
+@case(
+    "val-classes-renumbered",
+    stages=("data",),
+    causes=("val-permuted",),
+    source="weecology/DeepForest#1147",
+)
+def val_classes_renumbered(bug):
+    x, y = clusters(3, 192, 6, apart=3.0)
+    held = torch.tensor([1, 2, 0])[y[128:]] if bug else y[128:]
+    return classification(x=x[:128], y=y[:128], val_loader=batches(x[128:], held, 32), lr=0.02)
+
+
+@case(
+    "val-channels-swapped",
+    stages=("data",),
+    causes=("val-permuted",),
+    source="TreB1eN/InsightFace_Pytorch#92",
+)
+def val_channels_swapped(bug):
+    y = torch.arange(192) % 3
+    x = 0.2 * torch.randn(192, 3, 4, 4) + F.one_hot(y, 3)[:, :, None, None] * torch.rand(192, 1, 4, 4)
+    held = x[128:].flip(1) if bug else x[128:]
+    model = nn.Sequential(nn.Conv2d(3, 12, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(12, 3))
+    return classification(x=x[:128], y=y[:128], model=model, val_loader=batches(held, y[128:], 32), lr=0.03)

@@ -505,3 +505,130 @@ def eval_mode_stuck(bug):
 
     x, y = clusters()
     return classification(x=x, y=y, model=model, on_epoch_end=validate)
+
+
+@case(
+    "targets-out-of-reach",
+    stages=("forward", "data"),
+    causes=("targets-out-of-reach",),
+    source="carpedm20/NAF-tensorflow#8",
+)
+def targets_out_of_reach(bug):
+    x = torch.randn(96, 4)
+    y = 3 * torch.sin(x[:, :2])
+    return regression(x=x, y=y if bug else y / 3, model=nn.Sequential(*mlp(4, 24, 2), nn.Tanh()))
+
+
+class Cosines(nn.Module):
+    """Class scores are cosines of an embedding with one vector a class."""
+
+    def __init__(self, axis):
+        super().__init__()
+        self.body, self.classes, self.axis = mlp(8, 24, 5), nn.Linear(5, 3), axis
+
+    def forward(self, x):
+        return self.classes(9 * F.normalize(self.body(x), dim=self.axis))
+
+
+@case(
+    "normalised-over-batch",
+    stages=("forward",),
+    causes=("shrinks-with-batch",),
+    source="alireza-nasiri/SoundCLR#4",
+)
+def normalised_over_batch(bug):
+    return classification(model=Cosines(0 if bug else 1))
+
+
+class Bag(nn.Module):
+    """The sum of the vectors of some words, and a layer."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.head = nn.Embedding(rows, 12), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(self.table(x.clamp(max=self.table.num_embeddings - 1)).sum(1))
+
+
+@case(
+    "ids-share-a-row",
+    stages=("forward", "data"),
+    causes=("ids-share-a-row",),
+    source="NVIDIA/Megatron-LM#2570",
+)
+def ids_share_a_row(bug):
+    y = torch.arange(120) % 3
+    x = 3 * torch.randint(0, 30, (120, 6)) + y[:, None]
+    return classification(x=x, y=y, model=Bag(20 if bug else 90))
+
+
+class Asks(nn.Module):
+    """One learnt question to a text; padding is not to be read."""
+
+    def __init__(self, bug):
+        super().__init__()
+        self.table, self.question = nn.Embedding(12, 16), nn.Parameter(torch.randn(1, 1, 16))
+        self.attention, self.head, self.bug = nn.MultiheadAttention(16, 2, batch_first=True), nn.Linear(16, 3), bug
+
+    def forward(self, x):
+        h = self.table(x)
+        hidden = x > 0 if self.bug else x == 0
+        return self.head(self.attention(self.question.expand(len(x), 1, 16), h, h, key_padding_mask=hidden)[0][:, 0])
+
+
+def padded(samples, length, longest):
+    """Return texts whose first word is one of three, padded with 0 to one length, and that word's number."""
+    y = torch.arange(samples) % 3
+    x = torch.cat([1 + y[:, None], torch.randint(4, 12, (samples, length - 1))], 1)
+    return x * (torch.arange(length) < torch.randint(2, longest, (samples, 1))), y
+
+
+@case(
+    "reads-padding-only",
+    stages=("forward",),
+    causes=("reads-padding-only",),
+    source="earthspecies/avex#26",
+)
+def reads_padding_only(bug):
+    x, y = padded(120, 9, 9)
+    return classification(x=x, y=y, model=Asks(bug), pad_id=0)
+
+
+class Recurrent(nn.Module):
+    """A recurrent net over words, read at its last step or at the end of either direction."""
+
+    def __init__(self, last, both):
+        super().__init__()
+        self.table, self.head, self.last = nn.Embedding(12, 12), nn.Linear(16 * (1 + both), 3), last
+        self.rnn = nn.GRU(12, 16, bidirectional=both)  # time comes first
+
+    def forward(self, x):
+        steps = self.rnn(self.table(x.T))[0].transpose(0, 1)
+        if self.last:
+            return self.head(steps[:, -1])
+        ends = steps[torch.arange(len(x)), (x != 0).sum(1) - 1]
+        return self.head(torch.cat([ends[:, :16], steps[:, 0, 16:]], 1))
+
+
+@case(
+    "last-step-of-both-directions",
+    stages=("forward",),
+    causes=("last-step-read",),
+    source="yunjey/pytorch-tutorial#149",
+)
+def last_step_of_both_directions(bug):
+    x = torch.randint(1, 12, (144, 24))
+    return classification(x=x, y=x[:, 0] % 3, model=Recurrent(bug, True), lr=0.03)
+
+
+@case(
+    "last-step-is-padding",
+    stages=("forward",),
+    causes=("last-step-read",),
+    source="thtrieu/qclass_dl#1",
+)
+def last_step_is_padding(bug):
+    x, _ = padded(144, 32, 8)
+    last = x[torch.arange(144), (x != 0).sum(1) - 1]
+    return classification(x=x, y=last % 3, model=Recurrent(bug, False), lr=0.03, pad_id=0)

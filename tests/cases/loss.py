@@ -336,3 +336,141 @@ def accum_mean_of_means(bug):
     return classification(
         x=x, y=y, model=token_model(10), loss_fn=loss_fn, loader=loader, train_step=train_step, accumulation_steps=2
     )
+
+
+@case(
+    "ctc-labels-hold-blank",
+    stages=("loss", "data"),
+    causes=("not-for-this-loss",),
+    source="espnet/espnet#700",
+)
+def ctc_labels_hold_blank(bug):
+    y = torch.randint(0, 4, (64, 2))
+    x = 2 * F.one_hot(y, 4).float().repeat_interleave(3, 1) + 0.3 * torch.randn(64, 6, 4)
+
+    def loss_fn(output, target):
+        lengths = (torch.full((len(output),), steps) for steps in (6, 2))
+        return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), target, *lengths)
+
+    y = y if bug else y + 1
+    return classification(x=x, y=y, model=mlp(4, 24, 5), loss_fn=loss_fn)
+
+
+@case(
+    "cosine-targets-zero-one",
+    stages=("loss", "data"),
+    causes=("not-for-this-loss",),
+    source="pytorch/pytorch#8316",
+)
+def cosine_targets_zero_one(bug):
+    same = torch.arange(96) % 2
+    first = torch.randn(96, 6)
+    second = torch.where(same[:, None] > 0, first + 0.3 * torch.randn(96, 6), torch.randn(96, 6))
+    x = torch.stack([first, second], 1)
+
+    def loss_fn(output, target):
+        return F.cosine_embedding_loss(output[:, 0], output[:, 1], target)
+
+    return classification(x=x, y=same if bug else 2 * same - 1, model=mlp(6, 24, 5), loss_fn=loss_fn)
+
+
+@case(
+    "hinge-on-zero-one",
+    stages=("loss", "data"),
+    causes=("not-for-this-loss",),
+    source="deepchem/deepchem#5017",
+)
+def hinge_on_zero_one(bug):
+    x, y = clusters(2)
+    y = y[:, None].float()
+
+    def loss_fn(output, target):
+        return (1 - target * output).relu().mean()
+
+    return classification(x=x, y=y if bug else 2 * y - 1, model=mlp(8, 24, 1), loss_fn=loss_fn)
+
+
+@case(
+    "sigmoid-then-ce",
+    stages=("loss", "forward"),
+    causes=("softmax-then-ce",),
+    source="eriklindernoren/PyTorch-YOLOv3#10",
+)
+def sigmoid_then_ce(bug):
+    return classification(model=nn.Sequential(*mlp(8, 24, 3), *[nn.Sigmoid()] * bug))
+
+
+@case(
+    "class-axis-by-view",
+    stages=("loss",),
+    causes=("class-axis-by-view",),
+    source="weirme/FCSN#32",
+)
+def class_axis_by_view(bug):
+    y = torch.randint(0, 3, (64, 5))
+    x = 2 * torch.randn(3, 8)[y] + torch.randn(64, 5, 8)
+
+    def loss_fn(output, target):
+        scores = output.view(len(output), 3, -1) if bug else output.transpose(1, 2)
+        return F.cross_entropy(scores, target)
+
+    return classification(x=x, y=y, model=mlp(8, 24, 3), loss_fn=loss_fn)
+
+
+@case(
+    "averaged-twice",
+    stages=("loss", "update"),
+    causes=("averaged-twice",),
+    source="bigmb/Unet-Segmentation-Pytorch-Nest-of-Unets#18",
+)
+def averaged_twice(bug):
+    def loss_fn(output, target):
+        loss = F.mse_loss(output, target)
+        return loss / len(target) if bug else loss
+
+    return regression(loss_fn=loss_fn)
+
+
+def overlap_setup(bug, loss_fn, *last):
+    y = (torch.arange(36) % 6 > torch.randint(1, 5, (96, 1))).float()
+    return regression(x=2 * y + torch.randn(96, 36), y=y, model=nn.Sequential(*mlp(36, 48, 36), *last), loss_fn=loss_fn)
+
+
+@case(
+    "jaccard-on-logits",
+    stages=("loss",),
+    causes=("perfect-is-not-best",),
+    source="ScrollPrize/villa#1644",
+)
+def jaccard_on_logits(bug):
+    def loss_fn(output, target):
+        shares = output if bug else output.sigmoid()
+        common = (shares * target).sum(1)
+        return (1 - common / (shares.sum(1) + target.sum(1) - common)).mean()
+
+    return overlap_setup(bug, loss_fn)
+
+
+@case(
+    "intervals-by-centre",
+    stages=("loss",),
+    causes=("perfect-is-not-best",),
+    source="stevebottos/owl-vit-object-detection#14",
+)
+def intervals_by_centre(bug):
+    """Intervals are given by centre and width, and compared by their two ends."""
+    wide = 0.1 + 0.6 * torch.rand(96, 1)
+    centre = wide / 2 + (1 - wide) * torch.rand(96, 1)
+    y = torch.cat([centre, wide], 1)
+    where = torch.linspace(0, 1, 24)
+    x = ((where - centre).abs() < wide / 2).float()
+
+    def loss_fn(output, target):
+        a, b = output, target
+        if not bug:
+            a, b = (torch.stack([v[:, 0] - v[:, 1] / 2, v[:, 0] + v[:, 1] / 2], 1) for v in (output, target))
+        common = torch.minimum(a[:, 1], b[:, 1]) - torch.maximum(a[:, 0], b[:, 0])
+        hull = torch.maximum(a[:, 1], b[:, 1]) - torch.minimum(a[:, 0], b[:, 0])
+        return (1 - common / hull).mean()
+
+    return regression(x=x, y=y, model=nn.Sequential(*mlp(24, 32, 2), nn.Sigmoid()), loss_fn=loss_fn)

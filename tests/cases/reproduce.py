@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from cases.builders import batches, classification, clusters, mlp, plain_step, regression, shuffled
 from cases.registry import case, seed
@@ -250,3 +250,90 @@ def strict_false_loads_nothing(bug, process=0):
         return again
 
     return classification(model=model, optimizer=SGD(model.parameters(), 0.05), save=save, resume=resume)
+
+
+class Standardises(nn.Module):
+    """Inputs are scaled by a running mean, which may be a plain attribute."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.body = mlp(6, 20, 1)
+        if buffer:
+            self.register_buffer("mean", torch.zeros(6))
+        else:
+            self.mean = torch.zeros(6)
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.8 * self.mean + 0.2 * x.mean(0)
+        return self.body(x - self.mean)
+
+
+@case(
+    "statistics-not-a-buffer",
+    stages=("reproduce", "forward"),
+    causes=("resume-differs",),
+    source="hill-a/stable-baselines#228",
+)
+def statistics_not_a_buffer(bug, process=0):
+    seed(process)
+    setup = regression(x=torch.randn(64, 6) + 2, model=Standardises(not bug))
+    return {**setup, **_kept(setup, ("model", "optimizer"), lambda: statistics_not_a_buffer(bug, process=1))}
+
+
+@case(
+    "scaler-not-saved",
+    stages=("reproduce",),
+    causes=("resume-differs",),
+    source="huggingface/transformers#11663",
+)
+def scaler_not_saved(bug, process=0):
+    seed(process)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch[1])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    setup = regression(train_step=train_step, scaler=scaler)
+    saved = ("model", "optimizer", *["scaler"] * (not bug))
+    return {**setup, **_kept(setup, saved, lambda: scaler_not_saved(bug, process=1))}
+
+
+@case(
+    "scheduler-built-after-load",
+    stages=("reproduce", "update"),
+    causes=("resume-no-scheduler",),
+    source="ultralytics/yolov5#292",
+)
+def scheduler_built_after_load(bug, process=0):
+    seed(process)
+    setup = regression()
+    scheduler = LambdaLR(setup["optimizer"], lambda epoch: 0.5**epoch)
+    setup |= {"scheduler": scheduler, "on_epoch_end": scheduler.step}
+    kept = _kept(setup, ("model", "optimizer", "scheduler"), lambda: scheduler_built_after_load(bug, process=1))
+
+    def resume(checkpoint):
+        again = kept["resume"](checkpoint)
+        if bug:
+            again["scheduler"] = LambdaLR(again["optimizer"], lambda epoch: 0.5**epoch)  # sets its first rate
+            again["scheduler"].load_state_dict(checkpoint["scheduler"])
+        return again
+
+    return {**setup, **kept, "resume": resume}
+
+
+def _kept(setup, names, again):
+    """Return how a set-up saves some of its parts, and how another process loads them."""
+
+    def resume(checkpoint):
+        fresh = again()
+        for name in names:
+            fresh[name].load_state_dict(checkpoint[name])
+        return fresh
+
+    return {"save": lambda: copy.deepcopy({name: setup[name].state_dict() for name in names}), "resume": resume}

@@ -542,3 +542,323 @@ def unused_head_by_design():
 def summed_loss():
     x = (2 * torch.randn(160, 4) @ torch.randn(4, 40)).sigmoid()
     return classification(x=x, y=x, model=mlp(40, 14, 40), loss_fn=nn.BCEWithLogitsLoss(reduction="sum"))
+
+
+@healthy("directions-through-tanh", trap="targets far beyond a tanh, and only their direction counts")
+def directions_through_tanh():
+    x = torch.randn(96, 4)
+    y = 20 * x @ torch.randn(4, 3)
+
+    def loss_fn(output, target):
+        return 1 - F.cosine_similarity(output, target).mean()
+
+    return regression(x=x, y=y, model=nn.Sequential(*mlp(4, 24, 3), nn.Tanh()), loss_fn=loss_fn)
+
+
+@healthy("outliers-beyond-tanh", trap="some targets lie beyond the last tanh")
+def outliers_beyond_tanh():
+    x = torch.randn(96, 4)
+    y = 0.5 * x[:, :1] + 0.2 * torch.randn(96, 1)
+    return regression(x=x, y=y, model=nn.Sequential(*mlp(4, 24, 1), nn.Tanh()))
+
+
+class Crowd(nn.Module):
+    """A score that also counts how many samples of the batch are near: minibatch discrimination."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.last = mlp(8, 16, 6), nn.Linear(7, 3)
+
+    def forward(self, x):
+        h = self.body(x)
+        near = (-torch.cdist(h, h)).exp().sum(1, keepdim=True)
+        return self.last(torch.cat([h, near], 1))
+
+
+@healthy("minibatch-discrimination", trap="a score grows with the number of samples in the batch, by design")
+def minibatch_discrimination():
+    return classification(model=Crowd())
+
+
+@healthy(
+    "all-data-at-once", trap="every batch is standardised by itself: it holds the whole data set, in another order"
+)
+def all_data_at_once():
+    x, y = clusters(3, 48)
+    x = (x - x.mean(0)) / x.std(0)
+    return classification(x=x, y=y, loader=shuffled(x, y, 48))
+
+
+@healthy("category-not-in-validation", trap="a feature is constant in validation: a rare category is not there")
+def category_not_in_validation():
+    x, y = clusters(2, 160)
+    x[:, 0] = (torch.rand(160) < 0.2).float()
+    x[96:, 0] = 0
+    return classification(x=x[:96], y=y[:96], val_loader=batches(x[96:], y[96:], 32))
+
+
+@healthy("memorises-noise", trap="every training sample is recognised, and validation is left to chance")
+def memorises_noise():
+    x, y = torch.randn(120, 64), torch.randint(0, 3, (120,))
+    more = {"val_loader": batches(torch.randn(64, 64), torch.randint(0, 3, (64,)), 32), "lr": 0.02}
+    return classification(x=x, y=y, model=mlp(64, 64, 3), **more)
+
+
+class Words(nn.Module):
+    """Words beyond the table are one unknown word; padding is not read; the head begins at zero."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table, self.head = nn.Embedding(rows, 12), nn.Linear(12, 3)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(self, x):
+        real = (x != 0).float()[..., None]
+        h = self.table(x.clamp(max=self.table.num_embeddings - 1))
+        return self.head((h * real).sum(1) / real.sum(1).clamp_min(1))
+
+
+def texts(samples=120, length=8, words=40, longest=9):
+    x = (words * torch.rand(samples, length) ** 3).long() + 1
+    return x * (torch.arange(length) < torch.randint(2, longest, (samples, 1)))
+
+
+@healthy("rare-words-unknown", trap="many ids share the last row of the table: rare words are all unknown")
+def rare_words_unknown():
+    x = texts()
+    return classification(x=x, y=x[:, 0] % 3, model=Words(16))
+
+
+@healthy(
+    "zero-head-warming-up", trap="outputs that no token changes: the head begins at zero, and the first rates are tiny"
+)
+def zero_head_warming_up():
+    x = texts()
+    setup = classification(x=x, y=x[:, 0] % 3, model=Words(64), pad_id=0)
+    return {**setup, "scheduler": LambdaLR(setup["optimizer"], lambda step: min(1.0, step / 1000))}
+
+
+class Reads(nn.Module):
+    """A recurrent net that is read at its last step, and where asked for at its final states too."""
+
+    def __init__(self, both):
+        super().__init__()
+        self.table, self.both = nn.Embedding(48, 12), both
+        self.rnn, self.head = nn.GRU(12, 16, batch_first=True, bidirectional=both), nn.Linear(48 if both else 16, 3)
+
+    def forward(self, x):
+        steps, states = self.rnn(self.table(x))
+        last = steps[:, -1]
+        return self.head(torch.cat([last, states[1]], 1) if self.both else last)
+
+
+@healthy("padded-on-the-left", trap="only the last step is read, and there is much padding: in front")
+def padded_on_the_left():
+    x = texts().flip(1)
+    return classification(x=x, y=x[:, -1] % 3, model=Reads(False), pad_id=0)
+
+
+@healthy("last-step-and-states", trap="the last step of both directions is read, beside the final states")
+def last_step_and_states():
+    x = torch.randint(1, 48, (120, 8))
+    return classification(x=x, y=x[:, 0] % 3, model=Reads(True))
+
+
+@healthy("checkpoint-without-randomness", trap="checkpoints that do not keep the generators: nothing in them is random")
+def checkpoint_without_randomness():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block = nn.Linear(8, 24), nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU())
+            self.last = nn.Sequential(nn.Dropout(0.3), nn.Linear(24, 3))
+
+        def forward(self, x):
+            return self.last(checkpoint(self.block, self.first(x), use_reentrant=False, preserve_rng_state=False))
+
+    return classification(model=Net())
+
+
+@healthy("closure-over-micro-batches", trap="gradients add up inside a closure that is called many times")
+def closure_over_micro_batches():
+    model = mlp(6, 20, 1)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        def closure():
+            optimizer.zero_grad()
+            total = 0.0
+            for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+                loss = loss_fn(model(x), y) / 2
+                loss.backward()
+                total += loss.detach()
+            return total
+
+        return optimizer.step(closure)
+
+    return regression(model=model, optimizer=LBFGS(model.parameters(), 0.2, max_iter=3), train_step=train_step)
+
+
+@healthy(
+    "spread-against-collapse", trap="both branches are trained towards each other: a variance term keeps them apart"
+)
+def spread_against_collapse():
+    x = torch.randn(128, 1, 12) + 0.5 * torch.randn(128, 2, 12)
+
+    def loss_fn(output, target):
+        a, b = output[:, 0], output[:, 1]
+        return (a - b).square().mean() + sum((1 - z.std(0)).relu().mean() for z in (a, b))
+
+    y = torch.arange(128)
+    return classification(x=x, y=y, model=mlp(12, 32, 8), loss_fn=loss_fn, loader=batches(x, y, 32), batch_coupled=True)
+
+
+@healthy("two-tasks-in-turn", trap="an encoder belongs to two optimizers, each with the gradient of its own loss")
+def two_tasks_in_turn():
+    model = nn.ModuleDict({"body": mlp(8, 16), "kind": nn.Linear(16, 3), "size": nn.Linear(16, 1)})
+    optimizers = [Adam([*model["body"].parameters(), *model[name].parameters()], 0.01) for name in ("kind", "size")]
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        for one, name in zip(optimizers, ("kind", "size"), strict=True):
+            one.zero_grad()
+            out = model[name](model["body"](batch[0]).relu())
+            loss = loss_fn(out, batch[1]) if name == "kind" else F.mse_loss(out[:, 0], batch[0].norm(dim=1))
+            loss.backward()
+            one.step()
+        return loss
+
+    return classification(model=model, optimizer=optimizers[0], optimizers=optimizers, train_step=train_step)
+
+
+@healthy(
+    "factor-read-by-the-loop", trap="groups have a setting that torch does not know: the loop reads it at each step"
+)
+def factor_read_by_the_loop():
+    model = mlp(6, 20, 1)
+    groups = [{"params": model[0].parameters(), "lr_scale": 1.0}, {"params": model[2].parameters(), "lr_scale": 0.5}]
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.04 * group["lr_scale"]
+        return plain_step(model, batch, optimizer, loss_fn, step)
+
+    return regression(model=model, optimizer=SGD(groups, 0.04), train_step=train_step)
+
+
+@healthy("random-network-as-target", trap="a part of the model is never moved: its random answers are what is learnt")
+def random_network_as_target():
+    model = nn.ModuleDict({"learns": mlp(6, 20, 4), "fixed": mlp(6, 20, 4).requires_grad_(False)})
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        with torch.no_grad():
+            wanted = model["fixed"](batch[0])
+        return plain_step(model["learns"], (batch[0], wanted), optimizer, loss_fn, step)
+
+    return regression(model=model, optimizer=SGD(model["learns"].parameters(), 0.04), train_step=train_step)
+
+
+@healthy("average-of-leaping-weights", trap="weights leap to and fro at each step, and their average goes another way")
+def average_of_leaping_weights():
+    model = mlp(6, 20, 1)
+    slow = copy.deepcopy(model)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        loss = plain_step(model, batch, optimizer, loss_fn, step)
+        with torch.no_grad():
+            for average, p in zip(slow.parameters(), model.parameters(), strict=True):
+                average.lerp_(p, 0.1)
+        return loss
+
+    return regression(model=model, lr=0.25, train_step=train_step, ema_model=slow)
+
+
+@healthy("resume-in-place", trap="resume gives back model and optimizer alone: it loads the scaler where it is")
+def resume_in_place():
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch[1])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    setup = regression(train_step=train_step, scaler=scaler)
+    parts = {name: setup[name] for name in ("model", "optimizer", "scaler")}
+
+    def resume(checkpoint):
+        fresh = mlp(6, 20, 1)
+        again = {"model": fresh, "optimizer": SGD(fresh.parameters(), 0.04)}
+        for name, state in checkpoint.items():
+            (again | {"scaler": scaler})[name].load_state_dict(state)
+        return again
+
+    save = {"save": lambda: copy.deepcopy({name: part.state_dict() for name, part in parts.items()})}
+    return {**setup, **save, "resume": resume}
+
+
+@healthy("expected-reward", trap="the loss is lowest far from the targets, which are rewards within 0 and 1")
+def expected_reward():
+    x = torch.randn(96, 6)
+    y = (x @ torch.randn(6, 4)).sigmoid()
+
+    def loss_fn(output, target):
+        return -(output * target).sum(1).mean()
+
+    return regression(x=x, y=y, model=nn.Sequential(*mlp(6, 20, 4), nn.Softmax(1)), loss_fn=loss_fn)
+
+
+@healthy("energy-without-target", trap="a loss that falls below zero; the targets are zeros that nothing reads")
+def energy_without_target():
+    x = torch.rand(64, 1)
+
+    def loss_fn(output, target):
+        return (0.5 * output.square() - output * torch.sin(3 * x[: len(output)])).mean()
+
+    return regression(x=x, y=torch.zeros(64, 1), model=mlp(1, 20, 1), loss_fn=loss_fn, loader=batches(x, x * 0, 64))
+
+
+@healthy(
+    "labels-smoothed-by-hand",
+    trap="the loss of the targets themselves is high: it asks for a little less than certainty",
+)
+def labels_smoothed_by_hand():
+    x, y = clusters(3)
+
+    def loss_fn(output, target):
+        soft = 0.9 * target + 0.05
+        return -(soft * output.log() + (1 - soft) * (1 - output).log()).clamp(-50, 50).mean()
+
+    y = F.one_hot(y, 3).float()
+    return regression(x=x, y=y, model=nn.Sequential(*mlp(8, 20, 3), nn.Sigmoid()), loss_fn=loss_fn)
+
+
+@healthy("transcripts-padded-with-blank", trap="transcripts are filled up with the blank, beyond their lengths")
+def transcripts_padded_with_blank():
+    y = torch.randint(1, 5, (64, 3))
+    y[::2, 2] = 0
+    x = 2 * F.one_hot(y, 5).float().repeat_interleave(3, 1) + 0.3 * torch.randn(64, 9, 5)
+
+    def loss_fn(output, target):
+        lengths = torch.full((len(output),), 9), (target > 0).sum(1)
+        return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), target, *lengths)
+
+    return classification(x=x, y=y, model=mlp(5, 24, 5), loss_fn=loss_fn)
+
+
+@healthy("ranks-with-ties", trap="targets of a ranking loss are 1, -1, and 0 where two are alike")
+def ranks_with_ties():
+    x = torch.randn(96, 2, 6)
+    y = (x[:, 0, 0] - x[:, 1, 0]).mul(2).round().sign()
+
+    def loss_fn(output, target):
+        return F.margin_ranking_loss(output[:, 0, 0], output[:, 1, 0], target, margin=0.2)
+
+    return regression(x=x, y=y, model=mlp(6, 20, 1), loss_fn=loss_fn)
+
+
+@healthy("divided-by-the-window", trap="the mean is divided by a number that happens to be that of the samples")
+def divided_by_the_window():
+    def loss_fn(output, target):
+        return F.mse_loss(output, target) / 16
+
+    return regression(loss_fn=loss_fn, lr=0.8)

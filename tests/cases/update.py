@@ -565,3 +565,93 @@ def weights_reset_in_loop(bug):
 
     x, y = clusters()
     return classification(x=x, y=y, model=model, on_epoch_end=start_again)
+
+
+@case(
+    "clips-nothing",
+    stages=("update", "backward"),
+    causes=("clips-nothing",),
+    source="pytorch/pytorch#148259",
+)
+def clips_nothing(bug):
+    model = mlp(6, 20, 1)
+    other = copy.deepcopy(model)  # what the loop took for the model
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        optimizer.zero_grad()
+        loss = loss_fn(model(batch[0]), batch[1])
+        loss.backward()
+        clip_grad_norm_((other if bug else model).parameters(), 1.0)
+        optimizer.step()
+        return loss
+
+    return regression(model=model, train_step=train_step)
+
+
+@case(
+    "two-optimizers-one-weight",
+    stages=("update",),
+    causes=("two-optimizers-one-weight",),
+    source="MishaLaskin/curl#28",
+)
+def two_optimizers_one_weight(bug):
+    model = mlp(8, 24, 3)
+    rest = model if bug else model[2]
+    optimizers = [Adam(model[0].parameters(), 0.01), Adam(rest.parameters(), 0.01)]
+    return classification(model=model, optimizer=optimizers[0], optimizers=optimizers)
+
+
+@case(
+    "group-setting-ignored",
+    stages=("update",),
+    causes=("group-setting-ignored",),
+    source="facebookresearch/ConvNeXt-V2#40",
+)
+def group_setting_ignored(bug):
+    model = mlp(6, 20, 1)
+    groups = [{"params": part.parameters(), "lr_mult": mult} for part, mult in ((model[0], 1.0), (model[2], 0.02))]
+    for group in groups:
+        group["lr"] = 2.0 if bug else 2.0 * group["lr_mult"] * 0.02
+    return regression(model=model, optimizer=SGD(groups, 2.0))
+
+
+@case(
+    "copied-onto-itself",
+    stages=("update",),
+    causes=("copied-onto-itself",),
+    source="thesouther/MARL#8",
+)
+def copied_onto_itself(bug):
+    model = nn.ModuleDict({"net": mlp(6, 20, 1), "slow": mlp(6, 20, 1)})
+    model["slow"].requires_grad_(False)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        with torch.no_grad():
+            wanted = batch[1] + 0.5 * model["slow"](batch[0])
+        loss = plain_step(model["net"], (batch[0], wanted), optimizer, loss_fn, step)
+        with torch.no_grad():
+            for slow, fast in zip(model["slow"].parameters(), model["net"].parameters(), strict=True):
+                slow.copy_(slow if bug else fast)
+        return loss
+
+    return regression(model=model, optimizer=SGD(model["net"].parameters(), 0.04), train_step=train_step)
+
+
+@case(
+    "ema-pushed-away",
+    stages=("update", "reproduce"),
+    causes=("ema-pushed-away",),
+    source="ostris/ai-toolkit#1034",
+)
+def ema_pushed_away(bug):
+    model = mlp(6, 20, 1)
+    slow = copy.deepcopy(model)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        loss = plain_step(model, batch, optimizer, loss_fn, step)
+        with torch.no_grad():
+            for average, p in zip(slow.parameters(), model.parameters(), strict=True):
+                average.sub_((p if bug else average) - (average if bug else p), alpha=0.2)
+        return loss
+
+    return regression(model=model, train_step=train_step, ema_model=slow)
