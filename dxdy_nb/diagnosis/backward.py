@@ -420,7 +420,7 @@ def collapses(experiment: Experiment) -> Iterator[Finding]:
     losses = finite(experiment.again(LONG)) if usual == blind and lowest < usual else []
     if len(losses) == LONG and lowest <= min(losses) and losses[-1] - lowest < 0.2 * (losses[0] - lowest):
         yield found(
-            "collapse",
+            "collapse-to-constant",
             "loss_fn",
             f"with one vector as every output the loss is {lowest:.4g}, the lowest there is; no output is detached, no "
             f"target is used, and in {LONG} steps the loss falls {losses[0]:.4g} → {losses[-1]:.4g}",

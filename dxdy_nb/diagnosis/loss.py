@@ -12,7 +12,7 @@ from torch import Tensor
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import leading, main_call
 from dxdy_nb.diagnosis.probes import Experiment, set_lr
-from dxdy_nb.diagnosis.reading import Calls, Reading, bounds
+from dxdy_nb.diagnosis.reading import KINDS, Calls, Reading, bounds
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import replaced
 from dxdy_nb.nested import tensors_in
@@ -137,12 +137,13 @@ def impossible_arguments(experiment: Experiment) -> Iterator[Finding]:
 
 def out_of_reach(experiment: Experiment) -> Iterator[Finding]:
     """The last operation is bounded, and a good part of the targets of a regression lies beyond."""
-    reading, out = experiment.reading, leading(experiment.forward(grad=True)) if experiment.call is not None else None
+    reading, own = experiment.reading, experiment.target
     targets = [y.flatten() for _, _, y in experiment.epoch if y is not None and y.is_floating_point()]
-    if reading is None or reading.kind not in ("mse", "l1") or out is None or not targets:
+    if reading is None or reading.kind not in ("mse", "l1") or own is None or not targets:
         return
-    perfect = experiment.loss_of(targets[0].view_as(out)) if targets[0].numel() == out.numel() else None
-    if perfect is None or not abs(float(perfect)) < CLOSE * abs(reading.value):
+    out = leading(experiment.forward(grad=True))
+    perfect = experiment.loss_of(own.view_as(out)) if out is not None and own.numel() == out.numel() else None
+    if out is None or perfect is None or not abs(float(perfect)) < CLOSE * abs(reading.value):
         return  # it is not the output as it is that should be the target
     low, high = bounds(out)
     y = torch.cat(targets)
@@ -193,7 +194,9 @@ PRECONDITIONS = {
 
 def preconditions(experiment: Experiment) -> Iterator[Finding]:
     """A loss of torch is given what it is not defined for."""
-    if not experiment.batches or (experiment.first is not None and experiment.first.error is not None):
+    reading, y, step = experiment.reading, experiment.target, experiment.first
+    whole = reading is not None and reading.kind in {*KINDS.values(), "cross_entropy"}  # a loss with rules of its own
+    if step is None or step.error is not None or (whole and len(step.losses) == 1):
         return
     wrong: dict[str, list[str]] = {}
 
@@ -211,7 +214,6 @@ def preconditions(experiment: Experiment) -> Iterator[Finding]:
     for name, words in wrong.items():
         if all(words):
             yield found("not-for-this-loss", name, words[0])
-    reading, y = experiment.reading, experiment.target
     if reading is None or reading.kind or y is None or y.shape != reading.output.shape or not y.is_floating_point():
         return
     margins = (1 - y * reading.output).clamp(min=0)
@@ -265,12 +267,9 @@ def better_than_perfect(experiment: Experiment) -> Iterator[Finding]:
     reading, y, call = experiment.reading, experiment.target, experiment.call
     if reading is None or reading.kind or reading.value <= 0 or y is None or not y.is_floating_point() or call is None:
         return
-    if (
-        y.shape != reading.output.shape
-        or y.numel() > LARGE
-        or not torch.is_tensor(call.output)
-        or bool((y == y[:1]).all())
-    ):
+    losses = experiment.first.losses if experiment.first is not None else []
+    alone = bool(losses) and len(tensors_in((losses[-1].args, losses[-1].kwargs))) == 2 and torch.is_tensor(call.output)
+    if y.shape != reading.output.shape or y.numel() > LARGE or not alone or bool((y == y[:1]).all()):
         return
     perfect, out = experiment.loss_of(y), leading(experiment.forward(grad=True))
     if perfect is None or not abs(float(perfect)) < 0.01 * reading.value or out is None or _fixed(reading.output):

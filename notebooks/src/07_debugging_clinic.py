@@ -990,6 +990,12 @@ print("as it is, finite:", math.isfinite(as_it_is), "  a hundredth of the rate, 
 # - `last-batch-of-one-bn`: N modulo batch size is 1, and BatchNorm has no variance over one sample: it raises at the
 #   end of an epoch.
 # - `device-mismatch`: Model and batch are on different devices. Torch raises, and names both.
+# - `standardised-per-batch`: Each batch is scaled by its own mean and deviation, so a sample depends on its company.
+#   Take them once, of the training set.
+# - `val-column-constant`: A feature that varies in training is one number in validation: it is not known there, as the
+#   target among the features.
+# - `val-permuted`: Validation has other class numbers, or other channels (BGR): right on training samples, wrong there,
+#   and right once they change places.
 
 # %% [markdown]
 # <a id="forward"></a>Causes explained here, **forward**:
@@ -1031,6 +1037,13 @@ print("as it is, finite:", math.isfinite(as_it_is), "  a hundredth of the rate, 
 # - `data-inplace-wrong-grad`: An edit through `.data` changes what backward has kept. No error, another gradient
 #   (lesson 01 shows it on a scalar).
 # - `squeeze-batch-dim`: `squeeze()` also removes a batch of one. Name the dimension.
+# - `targets-out-of-reach`: The last operation is bounded, as tanh is by 1, and many targets lie beyond.
+# - `shrinks-with-batch`: Something is divided by a sum or a norm over the batch. Give each sample twice: the answers
+#   shrink.
+# - `ids-share-a-row`: The embedding has fewer rows than there are ids, and a clamp hides it: many words are one.
+# - `reads-padding-only`: The padding mask is the wrong way round. Change the real tokens: the answer stays.
+# - `last-step-read`: `out[:, -1]` of a recurrent layer is padding where sequences are padded, and one step's view for
+#   the backward direction. Take the final states.
 # - `exception`: The step raised something that no rule knows. The last line outside torch is where to look.
 
 # %% [markdown]
@@ -1058,6 +1071,12 @@ print("as it is, finite:", math.isfinite(as_it_is), "  a hundredth of the rate, 
 # - `all-ignored`: All labels of a batch are ignore_index: a mean of nothing, 0/0.
 # - `log-of-zero`: The logarithm of a probability that is exactly 0. Use a loss that works on logits.
 # - `loss-rewrapped`: `torch.tensor(loss.item(), requires_grad=True)` is a new leaf: backward ends where it begins.
+# - `not-for-this-loss`: A loss of torch is given what it is not defined for: 0 and 1 where it wants 1 and -1, a label
+#   that is CTC's blank, a negative count.
+# - `class-axis-by-view`: `view` brought the classes to axis 1 and left the memory as it was. `permute` moves them.
+# - `averaged-twice`: A mean divided by the number of samples once more: gradients are as many times too small.
+# - `perfect-is-not-best`: The loss gives 0 to the targets themselves and less to something else: dice on logits,
+#   corners taken for centres. Print `loss_fn(y, y)`.
 
 # %% [markdown]
 # <a id="backward"></a>Causes explained here, **backward**:
@@ -1071,6 +1090,10 @@ print("as it is, finite:", math.isfinite(as_it_is), "  a hundredth of the rate, 
 # - `hook-added-each-step`: A hook registered in the loop runs once more at each step: what it does to the gradient
 #   piles up.
 # - `graph-kept-by-logging`: `total += loss` keeps the graph of every step alive: memory grows. Add `loss.item()`.
+# - `checkpoint-computes-another`: A checkpoint computes its forward again in backward, here with other random numbers:
+#   the gradient belongs to neither.
+# - `collapse-to-constant`: Two branches are pulled towards each other and nothing is held fixed: one vector for all is
+#   the best answer. Detach the target.
 
 # %% [markdown]
 # <a id="update"></a>Causes explained here, **update**:
@@ -1082,11 +1105,18 @@ print("as it is, finite:", math.isfinite(as_it_is), "  a hundredth of the rate, 
 # - `weights-changed-every-step`: The same at every step. Right for weight clipping and weight normalisation, odd for
 #   anything else.
 # - `tied-weights-broken`: Two tensors began equal and are not one: tied by copying, or untied by a later assignment.
+# - `clips-nothing`: The norm before clipping is 0 at each step: `model.parameters()` was an iterator, and is used up.
+# - `two-optimizers-one-weight`: Two optimizers own a weight and move it by one gradient: twice the step.
+# - `group-setting-ignored`: Torch's optimizers read `lr` of a group, and no `lr_scale` beside it.
+# - `copied-onto-itself`: The target network is loaded from itself, and never changes.
+# - `ema-pushed-away`: The sign of the gap is wrong: the average runs away from the weights that it should follow.
 
 # %% [markdown]
 # <a id="reproduce"></a>Causes explained here, **reproduce**:
 #
 # - `eval-updates-bn`: Validation in training mode: BatchNorm's statistics learn from validation data.
+# - `resume-differs`: Weights are the same after resuming, and something else is not: the scaler, the average,
+#   statistics in a plain attribute that `state_dict` does not know.
 
 # %% [markdown]
 # ## Exit ticket

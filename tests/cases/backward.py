@@ -276,7 +276,7 @@ class Views(nn.Module):
 @case(
     "stop-gradient-missing",
     stages=("backward", "loss"),
-    causes=("collapse",),
+    causes=("collapse-to-constant",),
     source="lightly-ai/lightly#559",
 )
 def stop_gradient_missing(bug):
