@@ -286,7 +286,7 @@ def missing_column(experiment: Experiment) -> Iterator[Finding]:
         [x for _, x, _ in batches if x is not None and x.is_floating_point() and x.dim() == 2]
         for batches in (experiment.epoch, experiment.held)
     )
-    if not train or not held or train[0].size(1) != held[0].size(1) or min(map(len, (*train, *held))) < 1:
+    if not train or not held or len({x.size(1) for x in (*train, *held)}) > 1:
         return
     a, b = torch.cat(train), torch.cat(held)
     columns = (b == b[0]).all(0).nonzero().flatten().tolist() if min(len(a), len(b)) >= 32 else []
@@ -304,10 +304,10 @@ def missing_column(experiment: Experiment) -> Iterator[Finding]:
 def other_names(experiment: Experiment) -> Iterator[Finding]:
     """A model that has learnt is wrong in validation, and right when labels, or channels, change places."""
     held, out = [(x, y) for _, x, y in experiment.held if x is not None and y is not None], experiment.output
-    if not held or not _labels(experiment) or out is None or out.dim() != 2 or any(y.dim() != 1 for _, y in held):
+    if not held or not _labels(experiment) or out is None or out.dim() != 2 or experiment.left() < 8:
         return
-    total, most = sum(len(y) for _, y in held), max(int(y.max()) for _, y in held)
-    if total < 32 or most >= out.size(1) or experiment.left() < 8:
+    total = sum(y.numel() for _, y in held)
+    if total < 32 or any(y.dim() != 1 or int(y.min()) < 0 or int(y.max()) >= out.size(1) for _, y in held):
         return
 
     def table(pairs: Any, order: Any = None) -> Tensor:
@@ -316,7 +316,7 @@ def other_names(experiment: Experiment) -> Iterator[Finding]:
         for x, y in pairs:
             said = leading(experiment.forward(x if order is None else x[:, order]))
             if said is not None:
-                counts.index_put_((said.argmax(1), y), torch.ones(len(y)), accumulate=True)
+                counts.index_put_((said.argmax(1).cpu(), y.cpu()), torch.ones(len(y)), accumulate=True)
         return counts / counts.sum()
 
     with experiment.after(2 * LONG):

@@ -409,18 +409,14 @@ def reads_padding_only(experiment: Experiment) -> Iterator[Finding]:
     other = x.clone()
     other[~padded] = x[~padded].roll(len(x) // 2 + 1)
     rows = padded.any(1) & (other != x).any(1)
-    first = leading(experiment.forward())
+    if int(rows.sum()) < FEWEST:
+        return
     with experiment.after(min(TRAINED, max(1, len(experiment.seen.steps)))):
         base, moved = leading(experiment.forward()), leading(experiment.forward(other))
-    if (
-        int(rows.sum()) < FEWEST
-        or first is None
-        or base is None
-        or moved is None
-        or torch.equal(base[rows], first[rows])
-    ):
-        return  # nothing that was learnt shows in the output yet
-    if torch.equal(base[rows], moved[rows]):
+    # Where outputs are what they were at the start, nothing that was learnt shows in them yet.
+    first = leading(experiment.forward())
+    learnt = base is not None and first is not None and not torch.equal(base[rows], first[rows])
+    if learnt and base is not None and moved is not None and torch.equal(base[rows], moved[rows]):
         yield found(
             "reads-padding-only",
             "the padding mask",
@@ -439,7 +435,7 @@ def last_step_read(experiment: Experiment) -> Iterator[Finding]:
         with _hooked(layers, lambda m, i, o: given.__setitem__(m, o)):
             out = leading(experiment.forward(evaluate=False, grad=True))
     for layer, (steps, states) in given.items():
-        if out is None or isinstance(steps, PackedSequence) or steps.dim() != 3:
+        if out is None or isinstance(steps, PackedSequence) or steps.dim() != 3 or not steps.requires_grad:
             continue
         parts = [steps, *tensors_in(states)]
         slopes = torch.autograd.grad(out.abs().sum(), parts, allow_unused=True, retain_graph=True)
