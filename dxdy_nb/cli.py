@@ -93,6 +93,17 @@ def _parser() -> argparse.ArgumentParser:
         "dxdy replay runs/20261130-120000-train-1f2e",
     )
     replay.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+
+    inspect = _command(
+        commands,
+        "inspect",
+        _inspect,
+        "say what a checkpoint, or a table (CSV) of a loss, still tells when the run is over",
+        "dxdy inspect last.pt, dxdy inspect epoch1.pt epoch2.pt, dxdy inspect loss.csv",
+    )
+    inspect.add_argument("file", type=Path, metavar="FILE", help="a checkpoint, or a table with a loss")
+    inspect.add_argument("later", type=Path, nargs="?", metavar="LATER", help="a later checkpoint: what did not move?")
+    inspect.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
 
 
@@ -207,6 +218,14 @@ def _check(options: argparse.Namespace) -> int:
         from dxdy_nb.diagnosis.diagnose import diagnose
 
         report = diagnose(**setup)
+    print(report.to_json() if options.json else report)
+    return FINE if report.healthy else PROBLEM
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from dxdy_nb.diagnosis.inspect import inspect
+
+    report = inspect(options.file, options.later)
     print(report.to_json() if options.json else report)
     return FINE if report.healthy else PROBLEM
 
