@@ -248,6 +248,17 @@ def scaled_gradients(experiment: Experiment) -> Iterator[Finding]:
         )
 
 
+def unscaled_in_between(experiment: Experiment) -> Iterator[Finding]:
+    """Gradients lost their scale, and the next micro-batch's, still scaled, were added to them."""
+    mixed = sum(event == "mixed" for event in experiment.seen.events)
+    if mixed >= FEW:
+        yield found(
+            "unscale-each-micro-batch",
+            "the training step",
+            f"{mixed} times a scaled loss was added to gradients that scaler.unscale_ had divided by the scale already",
+        )
+
+
 def clip_out_of_order(experiment: Experiment) -> Iterator[Finding]:
     """Clipping came when there was nothing to clip: after the step, or before the backward."""
     events = [e for e in experiment.seen.events if e in ("backward", "clip", "step", "zero_grad")]
@@ -741,6 +752,7 @@ RULES = (
     stale_optimizer,
     lr_is_no_number,
     scaled_gradients,
+    unscaled_in_between,
     clip_out_of_order,
     clips_nothing,
     moved_twice,

@@ -74,6 +74,7 @@ class Witness:
         self._dirty: set[str] = set()
         self._reached: set[str] = set()  # since the last update
         self._dropped: set[str] = set()  # likewise, and cleared again
+        self._plain: set[str] = set()  # parameters whose gradients a scaler has divided by the scale
         self._before: dict[str, Tensor] = {}
 
     # ---- steps ----
@@ -259,6 +260,8 @@ class Witness:
         self._dirty -= {n for n in self._dirty if n not in before}
         self._dirty |= {n for n, v in before.items() if self._at_update.get(n) == v and _any(parameters[n].grad)}
         strangers = _strangers(root, self.subject)
+        self._plain = {n for n in self._plain if n in parameters and _any(parameters[n].grad)}
+        scaled = next((e for e in reversed(self.step.events) if e in ("scale", "unscale")), "") == "scale"
         self.step.events.append("backward")
         known = self._roots.get(id(root))
         repeated = known is not None and known() is root
@@ -277,6 +280,7 @@ class Witness:
             self._in_backward = False
         after = _versions(parameters)
         reached = tuple(n for n, v in after.items() if before.get(n) != v)
+        self.step.events += ["mixed"] * (scaled and not self._plain.isdisjoint(reached))
         self._reached.update(n for n in reached if _any(parameters[n].grad))
         value, whole = _number(root), self._loss_values[-1] if self._loss_values else math.nan
         share = value / whole if whole else math.nan
@@ -341,6 +345,7 @@ class Witness:
         self._dirty -= set(self._before)
         self._reached -= set(self._before)
         self._dropped -= set(self._before)
+        self._plain -= set(self._before)
         self._before = {}
         states = [s for s in optimizer.state.values() if isinstance(s, dict) and "step" in s]
         update.state_steps = max((_number(s["step"]) for s in states), default=math.nan)
@@ -371,6 +376,8 @@ class Witness:
         if scaler.is_enabled():
             self._unscaled = True
             self.step.events.append("unscale")
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            self._plain |= {n for n, p in self.subject.parameters.items() if id(p) in held}
 
     def clip(self, norm: Tensor, bound: float) -> None:
         """Note the norm before clipping and its bound."""
@@ -386,6 +393,7 @@ class Witness:
         parameters = self.subject.parameters
         lost = {n for n in self._reached if n in parameters and not _any(parameters[n].grad)}
         self._reached -= lost
+        self._plain -= lost
         self._dropped |= lost
         self.step.events += ["dropped"] * bool(lost)
 

@@ -397,6 +397,56 @@ def scaler_update_missing(bug):
 
 
 @case(
+    "scaler-unscales-twice",
+    stages=("update",),
+    causes=("scaler-order",),
+    source="microsoft/Swin-Transformer#311",
+)
+def scaler_unscales_twice(bug):
+    scaler = torch.amp.GradScaler("cpu")
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        loss = loss_fn(model(batch[0]), batch[1])
+        scaler.scale(loss / 2).backward()
+        if bug or step % 2:
+            scaler.unscale_(optimizer)
+        if step % 2:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return loss
+
+    return classification(train_step=train_step, scaler=scaler, accumulation_steps=2)
+
+
+@case(
+    "unscale-each-micro-batch",
+    stages=("update",),
+    causes=("unscale-each-micro-batch",),
+    source="pytorch/pytorch#36601",
+)
+def unscale_each_micro_batch(bug):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        loss = loss_fn(model(batch[0]), batch[1])
+        scaler.scale(loss / 4).backward()
+        if bug:
+            scaler.unscale_(optimizer)
+            scaler.update()
+        if step % 4 == 3:
+            if bug:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+        return loss
+
+    return classification(train_step=train_step, scaler=scaler, accumulation_steps=4)
+
+
+@case(
     "scheduler-before-optimizer",
     stages=("update",),
     causes=("scheduler-before-optimizer",),

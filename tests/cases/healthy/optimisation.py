@@ -92,6 +92,28 @@ def fp16_scale_too_large_at_first():
 
 
 @healthy
+def two_optimizers_one_scaler():
+    """The first net's gradients are unscaled before the second net's backward; no gradient holds both."""
+    model = nn.ModuleDict({"a": net(), "b": net()})
+    steps = {name: torch.optim.Adam(part.parameters(), lr=5e-3) for name, part in model.items()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        for name, part in model.items():
+            loss = loss_fn(part(batch[0]), batch[1])
+            scaler.scale(loss).backward()
+            scaler.unscale_(steps[name])
+        for part in steps.values():
+            scaler.step(part)
+            part.zero_grad()
+        scaler.update()
+        return loss
+
+    given = {"model": model, "loss_fn": nn.CrossEntropyLoss(), "loader": loader(*blobs()), "train_step": train_step}
+    return given | {"optimizers": steps, "scaler": scaler}
+
+
+@healthy
 def scaler_that_is_off():
     """A GradScaler with enabled=False stands in the code for later."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
