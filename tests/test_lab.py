@@ -232,6 +232,13 @@ def drag(page: Page, handle: Locator, pixels: int) -> None:
     page.mouse.up()
 
 
+def rewrite(page: Page, words: str, code: str) -> None:
+    """Put other code into the first cell that holds these words, as a reader does: by click and keyboard."""
+    page.locator(".jp-CodeCell", has_text=words).first.locator(".cm-content").click()
+    page.keyboard.press("Control+a")
+    page.keyboard.insert_text(code)
+
+
 @pytest.mark.browser
 @pytest.mark.slow
 def test_the_playground_of_lesson_05_is_moved_asked_and_answered(lab: Lab, browser: Browser) -> None:
@@ -296,6 +303,42 @@ def test_the_playground_of_lesson_05_is_moved_asked_and_answered(lab: Lab, brows
     page.keyboard.press("Control+s")
     stored = lab.root / "notebooks" / "05_optimizer_tuning.ipynb"
     until(page, lambda: "These walks as a picture" in stored.read_text(), "a file without a kernel has a picture")
+    assert not problems
+    page.close()
+
+
+@pytest.mark.browser
+@pytest.mark.slow
+def test_the_precision_lesson_takes_a_prediction_other_parameters_and_a_stop(lab: Lab, browser: Browser) -> None:
+    page = open_notebook(browser, lab, "06_precision_and_accumulation.ipynb")
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+    rewrite(page, "accumulation_steps = 2", 'seed = 0\nprecision = "bf16"\naccumulation_steps = 4\nsteps = 2000')
+    rewrite(page, "256 + 1 in bfloat16", 'lesson.predict("256 + 1 in bfloat16", 257)')
+    run_all(page)
+    page.locator(".jp-WindowedPanel-outer").first.hover()
+
+    def scrolled() -> bool:
+        page.mouse.wheel(0, 600)
+        return page.locator(".jp-OutputArea").get_by_role("button", name="Stop").count() > 0
+
+    until(page, scrolled, "the live view must come")
+    page.locator(".jp-OutputArea").get_by_role("button", name="Stop").click()
+    stored = lab.root / "notebooks" / "06_precision_and_accumulation.ipynb"
+
+    def texts() -> str:
+        page.wait_for_timeout(2000)
+        page.keyboard.press("Control+s")
+        page.wait_for_timeout(1000)
+        cells = [cell for cell in json.loads(stored.read_text())["cells"] if cell["cell_type"] == "code"]
+        return "" if not cells[-1]["execution_count"] else json.dumps([cell["outputs"] for cell in cells])
+
+    until(page, lambda: bool(texts()), "the lesson must run to its end after the stop")
+    told = texts()
+    assert "you said 257, measured 256" in told
+    assert "ended early: nothing to compare" in told
+    assert '"output_type": "error"' not in told
     assert not problems
     page.close()
 

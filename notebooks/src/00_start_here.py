@@ -524,7 +524,7 @@ except RuntimeError as error:
 # <td>When is <code>create_graph</code> needed, and when not?</td><td>further</td></tr>
 # <tr><td>05</td><td><a href="05_optimizer_tuning.ipynb">05_optimizer_tuning</a></td>
 # <td>How do I choose initialisation, optimizer, learning rate and schedule by experiment?</td><td>core</td></tr>
-# <tr><td>06</td><td>06_precision_and_accumulation · <i>planned</i></td>
+# <tr><td>06</td><td><a href="06_precision_and_accumulation.ipynb">06_precision_and_accumulation</a></td>
 # <td>What do AMP and gradient accumulation change, and when are they <i>not</i> equivalent?</td><td>core</td></tr>
 # <tr><td>07</td><td><a href="07_debugging_clinic.ipynb">07_debugging_clinic</a></td>
 # <td>Which stage is at fault: data, forward, loss, backward, update?</td><td>core</td></tr>
@@ -540,7 +540,7 @@ except RuntimeError as error:
 # </table>
 #
 # **You are learning.** In order: 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08 → 10 → 11; 04 and 09 when you need them. Today
-# that is 00 → 01 → 02 → 03 → 05 → 07, and 04.
+# that is 00 → 01 → 02 → 03 → 05 → 06 → 07, and 04.
 #
 # **You are an engineer with a run in trouble.** The table below, its probe, then the lesson that it names. If the
 # gradient itself is under suspicion, 02; if you have no run to compare with, 03. Then 07.
@@ -609,7 +609,7 @@ except RuntimeError as error:
 # [len(y) for x, y in micro_batches]
 # scaler.is_enabled(), scaler.get_scale()
 # </pre>Mean losses of unequal micro-batches do not add up to the mean of the large batch.</td>
-# <td>06 <i>planned</i></td></tr>
+# <td><a href="06_precision_and_accumulation.ipynb">06</a></td></tr>
 # <tr><td>Resume gives another curve</td><td>state, in no stage</td><td><pre>
 # {k: sorted(v) for k, v in optimizer.state_dict()["state"].items()}
 # torch.get_rng_state().sum()
@@ -624,7 +624,7 @@ except RuntimeError as error:
 # size = sum(p.numel() * p.element_size() for p in model.parameters())
 # print(size / 2**20, "MiB of weights")
 # </pre>Times two with gradients, times four with Adam's two moments. The rest is what the graph saves.</td>
-# <td>06, 09 <i>planned</i></td></tr>
+# <td><a href="06_precision_and_accumulation.ipynb">06</a>, 09 <i>planned</i></td></tr>
 # </table>
 #
 # On a healthy step the probes are dull. Here is ours:

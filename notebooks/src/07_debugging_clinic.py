@@ -454,7 +454,7 @@ plots.show(plots.curves(curves, alt=alt, x="step", y="largest |output|", log_y=T
 
 # %% [markdown]
 # **A jump** from ordinary values to NaN belongs to the stage where it stands. **A climb** over several steps belongs to
-# the update: a rate too large, a missing clip (or, in half precision, a loss scale: lesson 06, planned). The fault lies
+# the update: a rate too large, a missing clip (or, in half precision, a loss scale: lesson 06). The fault lies
 # before the NaN, in the steps that made it.
 #
 # A bad sample is named by its ids, an operation by its line. For backward torch has the tool: `detect_anomaly` runs
