@@ -1,5 +1,6 @@
 """The script that a report writes runs in a process of its own, and shows the first error there."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -162,3 +163,59 @@ def test_a_place_that_cannot_be_written_is_said(name, words, tmp_path):
     report = dx.diagnose(**set_up(batches(4)))
     with pytest.raises(DxdyError, match=words):
         report.save_repro(tmp_path / name)
+
+
+def watched(loader, value=nn.functional.cross_entropy):
+    torch.manual_seed(0)
+    given = set_up(loader)
+    model, optimizer = given["model"], given["optimizer"]
+    with contextlib.suppress(IndexError), dx.watch() as w:
+        for x, y in loader:
+            optimizer.zero_grad()
+            value(model(x), y).backward()
+            optimizer.step()
+    return w.diagnose(), given
+
+
+def test_a_crash_that_was_watched_is_raised_again(tmp_path):
+    report, _ = watched(batches(1, 1, 4, 1))
+    assert report.errors[0].cause == "label-out-of-range"
+    done = run(report.save_repro(tmp_path / "broken.py"))
+    assert done.returncode == 1
+    assert done.stdout == "tensor(0) tensor(4) 2\n"
+    assert "IndexError: Target 2 is out of bounds." in done.stderr
+
+
+def test_a_step_that_was_watched_runs_again_from_its_first_weights(tmp_path):
+    def upside_down(output, target, weight=-1.0):
+        return weight * nn.functional.cross_entropy(output, target)
+
+    loader = batches(1, 1, 1, 1, 1)
+    report, given = watched(loader, upside_down)
+    now = {name: value.clone() for name, value in given["model"].state_dict().items()}
+    state = torch.get_rng_state()
+    done = run(report.save_repro(tmp_path / "sign.py"))
+    assert done.returncode == 0 and "the check raised" not in done.stdout, done.stdout + done.stderr
+    assert all(torch.equal(value, now[name]) for name, value in given["model"].state_dict().items())
+    torch.manual_seed(0)
+    first = set_up(loader)["model"]
+    torch.set_rng_state(state)
+    loss = upside_down(first(loader[0][0]), loader[0][1])
+    assert done.stdout.splitlines()[-1] == f"step 0: loss {loss}"
+
+
+@pytest.mark.parametrize("loader", [batches(4), batches(1, 1, 1)])
+def test_what_cannot_be_run_again_is_said(loader, tmp_path):
+    with contextlib.suppress(IndexError), dx.watch() as w:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        best = model.state_dict()
+        for x, y in loader:
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.load_state_dict(best)
+    report = w.diagnose()
+    assert report.errors[0].cause in ("label-out-of-range", "best-state-aliased")
+    with pytest.raises(DxdyError, match=r"save_repro: (best_state|how the loop's step uses a batch) .*was not heard"):
+        report.save_repro(tmp_path / "none.py")

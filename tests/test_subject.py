@@ -1,5 +1,7 @@
 import random
+import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -235,3 +237,61 @@ def test_forwards_without_training_are_no_missing_backward():
         for (x,) in DataLoader(TensorDataset(torch.randn(32, 3)), 4):
             model(x)
     assert w.diagnose().healthy
+
+
+def _classes(loss, step=lambda optimizer, closure: (closure(), optimizer.step()), optimizer=torch.optim.Adam):
+    """Train on three classes under watch, and return the report."""
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer, y = optimizer(model.parameters()), torch.arange(48) % 3
+    x = torch.randn(3, 3)[y] + torch.randn(48, 3)
+    with suppress(TypeError), dx.watch() as w:
+        for _ in range(3):
+            for a, b in DataLoader(TensorDataset(x, y), 12):
+
+                def closure(a=a, b=b):
+                    optimizer.zero_grad()
+                    value = loss(model(a), b)
+                    value.backward()
+                    return value
+
+                step(optimizer, closure)
+    assert sys.getprofile() is None
+    return w.diagnose()
+
+
+def test_classes_that_are_one_hot_for_a_squared_error_are_no_numbers():
+    report = _classes(lambda out, y: F.mse_loss(out, F.one_hot(y, 3).float()))
+    assert [finding.cause for finding in report.findings] == []
+
+
+def test_a_closure_that_is_asked_often_accumulates_nothing():
+    report = _classes(F.cross_entropy, lambda optimizer, closure: optimizer.step(closure), torch.optim.LBFGS)
+    assert [finding.cause for finding in report.findings] == []
+    assert report.unchecked == ()
+
+
+@pytest.mark.parametrize("loss", [lambda out, y: F.cross_entropy(out), lambda out, y: nn.CrossEntropyLoss()(out)])
+def test_a_loss_that_is_called_with_too_little_is_an_error_of_the_loss(loss):
+    report = _classes(loss)
+    assert (report.stage, report.errors[0].cause) == ("loss", "exception")
+
+
+@pytest.mark.parametrize("layout", ["sparse", "nested"])
+@pytest.mark.filterwarnings("ignore:.*sparse|.*Sparse|.*nested")
+def test_batches_of_another_layout_leave_one_sentence(layout):
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x.to_dense() if layout == "sparse" else torch.nested.to_padded_tensor(x, 0.0, (4, 3)))
+
+    made = (lambda x: x.to_sparse()) if layout == "sparse" else (lambda x: torch.nested.nested_tensor(list(x)))
+    model, y = Dense(), torch.arange(4) % 2
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = [(made(torch.randn(4, 3)), y) for _ in range(4)]
+    report = dx.diagnose(model=model, loss_fn=nn.CrossEntropyLoss(), loader=loader, optimizer=optimizer)
+    assert report.healthy
+    (line,) = report.unchecked
+    assert line.endswith(f": the batches hold {layout} tensors, which these rules do not read")

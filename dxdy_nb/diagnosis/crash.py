@@ -50,6 +50,8 @@ def _stage(experiment: Experiment, error: BaseException) -> Stage:
     names = [(frame.filename.replace("\\", "/"), frame.name) for frame in traceback.extract_tb(error.__traceback__)]
     if experiment.seen.error is error:
         return "data" if experiment.seen.error_place == "loader" else "reproduce"
+    if _is_call_of_loss(experiment, error):
+        return "loss"
     loss_fn = experiment.subject.loss_fn
     code = getattr(getattr(loss_fn, "forward", loss_fn), "__code__", None)
     stage: Stage = "forward"
@@ -67,6 +69,15 @@ def _stage(experiment: Experiment, error: BaseException) -> Stage:
         if "torch/utils/data/" in filename:
             return "data"
     return stage
+
+
+def _is_call_of_loss(experiment: Experiment, error: BaseException) -> bool:
+    """Return whether something was called with other arguments than it takes when the model had answered."""
+    step = next((step for step in experiment.seen.steps if step.error is error), None)
+    called = str(error).partition(" ")[0].partition(".")[0].rstrip("()")
+    parts = {type(module).__name__ for module in experiment.subject.model.modules()}
+    wrong = isinstance(error, TypeError) and "argument" in str(error) and called not in parts
+    return wrong and step is not None and bool(step.calls) and not step.backwards
 
 
 def _line(error: BaseException) -> str:

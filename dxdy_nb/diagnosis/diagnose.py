@@ -13,10 +13,12 @@ from dxdy_nb.diagnosis import backward, crash, data, forward, loss, reproduce, u
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, Report, ordered
 from dxdy_nb.diagnosis.repro import save
+from dxdy_nb.diagnosis.sameness import is_plain
 from dxdy_nb.diagnosis.saw import saw
 from dxdy_nb.diagnosis.subject import NAMES, preserved, subject_of
 from dxdy_nb.diagnosis.trials import Rule, with_trial
 from dxdy_nb.errors import DxdyError
+from dxdy_nb.nested import tensors_in
 from dxdy_nb.observe.batches import is_one_shot
 
 TIME = 40.0  # seconds
@@ -103,11 +105,22 @@ def judged(experiment: Experiment) -> tuple[list[Finding], list[str]]:
             except OutOfTime:
                 missed.setdefault("no time was left", []).append(_words(rule))
             except Exception as error:
+                if unusual := _layouts(experiment):
+                    why = f"the batches hold {unusual} tensors, which these rules do not read"
+                    missed.setdefault(why, []).append(_words(rule))
+                    continue
                 first = (str(error).strip().splitlines() or [""])[0]
                 own = isinstance(error, DxdyError)
                 missed.setdefault(first if own else f"raised {type(error).__name__}: {first}", []).append(_words(rule))
     notes = dict.fromkeys(experiment.seen.notes)
     return findings, [*notes, *(f"{', '.join(rules)}: {why}" for why, rules in missed.items())]
+
+
+def _layouts(experiment: Experiment) -> str:
+    """Return which tensors of the first step have another layout than rows and columns."""
+    found = tensors_in(experiment.first.batch) if experiment.first is not None else []
+    names = ["nested" if t.is_nested else "sparse" for t in found if not is_plain(t)]
+    return " and ".join(dict.fromkeys(names))
 
 
 def _words(rule: Rule) -> str:

@@ -24,6 +24,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 DEAD = 0.95  # of a layer's units, zero for every sample
 FEWEST = 8  # samples that a statement about all samples needs
 LONG = 40  # steps of a counterfactual
+STRAIGHT = 1e-5  # of the way between two outputs that the one half way is off the middle
 TRAINED = 15  # steps after which a zero-initialised branch has left zero
 
 
@@ -504,6 +505,20 @@ def sees_the_future(experiment: Experiment) -> Iterator[Finding]:
         )
 
 
+def _bend(experiment: Experiment, x: Tensor, other: Tensor) -> float:
+    """Return how far the output half way between two inputs is from half way; NaN where it cannot be known."""
+    a, b = x.double(), other.double()
+    try:
+        with preserved(experiment.subject), torch.no_grad():
+            experiment.subject.model.double()
+            f, g, h = (leading(experiment.forward(v)) for v in (a, b, (a + b) / 2))
+    except Exception:
+        return math.nan
+    if f is None or g is None or h is None or float((f - g).abs().max()) < 1e-9:
+        return math.nan
+    return float((f + g - 2 * h).abs().max()) / float((f - g).abs().max())
+
+
 def affine(experiment: Experiment) -> Iterator[Finding]:
     """Several linear layers in a row, and nothing between them: the whole is one linear map."""
     layers = [m for m in experiment.subject.model.modules() if isinstance(m, nn.Linear)]
@@ -514,19 +529,11 @@ def affine(experiment: Experiment) -> Iterator[Finding]:
     if any(inner < min(layers[0].in_features, layers[-1].out_features) for inner in narrow[:-1]):
         return  # a bottleneck: low rank is what such a pair is for
     others = [b for _, b, _ in experiment.epoch[1:] if b is not None and b.shape == x.shape] or [x.roll(1, 0)]
-    with experiment.after(min(TRAINED, max(1, len(experiment.seen.steps)))), torch.no_grad():
-        a, b = x.double(), others[0].double()
-        try:
-            with preserved(experiment.subject):
-                experiment.subject.model.double()
-                f, g, h = (leading(experiment.forward(v)) for v in (a, b, (a + b) / 2))
-        except Exception:
+    if _bend(experiment, x[:FEWEST], others[0][:FEWEST]) > STRAIGHT:
+        return  # what bends needs no training to be known
+    with experiment.after(min(TRAINED, max(1, len(experiment.seen.steps)))):
+        if not (bend := _bend(experiment, x, others[0])) < STRAIGHT:
             return
-    if f is None or g is None or h is None or float((f - g).abs().max()) < 1e-9:
-        return
-    bend = float((f + g - 2 * h).abs().max()) / float((f - g).abs().max())
-    if not bend < 1e-5:
-        return
     # A rate that is too large for the one may suit the other, so the plain network may also go slower.
     plain = min(experiment.ending(LONG, prepare=prepare) for prepare in (None, set_lr(0.25)))
     with _hooked(layers[:-1], lambda m, i, o: F.relu(o)):

@@ -359,7 +359,9 @@ def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
                 f"{classes} classes, 0 to {classes - 1}",
             )
     whole = [y for y in targets if not y.is_floating_point() or bool((y == y.round()).all())]
-    if reading.kind == "mse" and len(whole) == len(targets) > 0 and not targets[0].is_floating_point():
+    # One number for each output; of classes that are one-hot encoded before the loss there are fewer.
+    each = bool(targets) and targets[0].numel() * len(reading.output) == reading.output.numel() * len(targets[0])
+    if reading.kind == "mse" and len(whole) == len(targets) and each and not targets[0].is_floating_point():
         values = torch.cat([y.flatten() for y in targets]).unique()
         if 2 < len(values) <= 50:
             yield found(

@@ -39,6 +39,7 @@ class Backward:
     repeated: bool  # the same tensor as at an earlier backward, whose gradients are still there
     reached: tuple[str, ...]  # parameters whose gradient it changed
     share: float  # value / that of the loss function: 1/k where the loss was divided, the scale where it was scaled
+    multiple: bool = False  # whether it is nothing but that value times a number
     strangers: tuple[tuple[int, ...], ...] = ()  # shapes of leaves that got a gradient, and are no parameters
 
 
@@ -82,6 +83,7 @@ class Update:
     training: bool = True
     state_steps: float = math.nan  # the optimizer's own count, where it has one
     scaled: bool = False  # gradients still multiplied by the scaler's scale
+    closure: bool = False  # whether it was given what computes the loss
 
 
 @dataclass

@@ -15,6 +15,7 @@ from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import Call, Observation, Step, leading, main_call, target_of
 from dxdy_nb.diagnosis.reading import Reading, last_operation, read_loss
 from dxdy_nb.diagnosis.sameness import equal, replaced, same_tensor
+from dxdy_nb.diagnosis.sequel import hooks_on
 from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved
 from dxdy_nb.diagnosis.witness import Witness, recording
 from dxdy_nb.errors import DxdyError
@@ -59,13 +60,13 @@ class Experiment:
             witness.initial = before
             buffers = {name: b.detach().clone() for name, b in self.subject.model.named_buffers()}
             ema = _values(self.subject.ema_model)
-            hooks = {name: _hooks(p) for name, p in self.subject.parameters.items()}
+            hooks = {name: hooks_on(p) for name, p in self.subject.parameters.items()}
             self._epochs(witness)
             now = self.subject.parameters
             self.seen.moved = {n for n, p in before.items() if n not in now or not equal(p, now[n].detach())}
             self.seen.final = self._facts(buffers, ema)
             self.initial = before
-            self.seen.final["hooks"] = {n: _hooks(p) - hooks.get(n, 0) for n, p in now.items()}
+            self.seen.final["hooks"] = {n: hooks_on(p) - hooks.get(n, 0) for n, p in now.items()}
         return self.seen
 
     def _facts(self, buffers: dict[str, Tensor], ema: dict[str, Tensor]) -> dict[str, Any]:
@@ -397,10 +398,6 @@ def usual_loss(model: nn.Module, loss_fn: Any, batch: Any) -> Tensor:
     *inputs, target = batch
     output = model(*inputs)
     return loss_fn(output, target) if loss_fn is not None else output
-
-
-def _hooks(p: Tensor) -> int:
-    return len(p._backward_hooks or ()) + len(getattr(p, "_post_accumulate_grad_hooks", None) or ())
 
 
 def _values(module: Any) -> dict[str, Tensor]:

@@ -158,7 +158,7 @@ class Report:
         Raises
         ------
         DxdyError
-            There is no error; the step was not kept; something cannot be pickled, or the place not be written.
+            There is no error; the step cannot be run again; something cannot be pickled, or the place not be written.
         """
         if not self.errors:
             raise DxdyError("save_repro: the report has no error, so there is nothing to reproduce.")

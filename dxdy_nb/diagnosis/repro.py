@@ -27,7 +27,7 @@ STEPS = """for step, batch in enumerate(recorded):
 LARGEST = 64 * 2**20  # bytes of a pickle that holds loaders and data sets too
 SCRIPT = Template("""\
 $said
-# Run it with python: it needs torch and cloudpickle, and the two files beside it.
+# Run it with python: it needs torch and cloudpickle$more, and the two files beside it.
 import pickle, sys, torch
 from pathlib import Path
 sys.path += $path  # where your own modules were found
@@ -69,8 +69,10 @@ def save(experiment: Experiment, finding: Finding, path: Path) -> None:
     plain = {name: part for name, part in parts.items() if _is_plain(part)}
     objects, pickled = _pickled(subject, batches, {} if "recorded" in plain else {"recorded": batches})
     load = [f'{name}.load_state_dict(kept["{name}"])' for name in ("model", "optimizer") if name in plain]
+    step_of = getattr(subject.train_step, "__module__", "")
     text = SCRIPT.substitute(
         said=textwrap.indent(str(replace(finding, check="")), "# ", lambda line: True),
+        more=" and dxdy_nb (the step is one that it heard)" * str(step_of).startswith("dxdy_nb."),
         path=repr(_own_path()),
         names=", ".join(objects),
         unpack="\n".join(['recorded = kept["recorded"]'] * ("recorded" in plain) + _unpack(batches)),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dxdy_nb.diagnosis.probes import Experiment
 from dxdy_nb.diagnosis.report import Finding, found, listed
+from dxdy_nb.diagnosis.sequel import Resumed, same_state
 from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved
 from dxdy_nb.nested import tensors_in
 
@@ -81,7 +82,6 @@ def resumed(experiment: Experiment) -> Iterator[Finding]:
             experiment.train(batch, index)
         if subject.on_epoch_end is not None:
             subject.on_epoch_end()  # so that a schedule is not where it began
-        order_before = None
         saved = copy.deepcopy(subject.save())
         state = {n: t.detach().clone() for n, t in subject.model.state_dict().items()}
         moments = _moments(subject)
@@ -100,54 +100,51 @@ def resumed(experiment: Experiment) -> Iterator[Finding]:
             )
             return
         order_after = _first_batch(again.get("loader"))
-        yield from _compared(state, moments, lrs, position, again)
+        new = again["model"].state_dict()
+        told = Resumed(
+            len(state), [n for n, t in state.items() if n not in new or not torch.equal(t.to(new[n].dtype), new[n])]
+        )
+        if (optimizer := again.get("optimizer")) is not None:
+            told.compare_moments(moments, moments_of(again["model"], optimizer))
+            told.lrs = lrs, _lrs(optimizer)
+            told.positions = position, getattr(again.get("scheduler"), "last_epoch", None)
+            same = order_before is not None and order_after is not None and _same(order_before, order_after)
+            first = experiment.batches[0] if experiment.batches else None
+            fresh = first is not None and order_after is not None and _same(tensors_in(first), order_after)
+            told.replays = fresh and not same
+        yield from _otherwise(told)
         yield from _differences(experiment, state, parts, answers, again)
-        optimizer = again.get("optimizer")
-        same = order_before is not None and order_after is not None and _same(order_before, order_after)
-        first = experiment.batches[0] if experiment.batches else None
-        fresh = first is not None and order_after is not None and _same(tensors_in(first), order_after)
-        if fresh and not same and optimizer is not None:
-            yield found(
-                "resume-replays-order",
-                "loader",
-                "the first batch after resuming is the first batch of the whole run, and straight on it is another",
-            )
 
 
-def _compared(state: Any, moments: Any, lrs: Any, position: Any, again: dict[str, Any]) -> Iterator[Finding]:
-    new = again["model"].state_dict()
-    other = [n for n, t in state.items() if n not in new or not torch.equal(t.to(new[n].dtype), new[n])]
+def _otherwise(resumed: Resumed) -> Iterator[Finding]:
+    other, held = resumed.other, resumed.moments
     if other:
         yield found(
-            "strict-false-loads-nothing" if len(other) == len(state) else "checkpoint-omits-frozen",
+            "strict-false-loads-nothing" if len(other) == resumed.tensors else "checkpoint-omits-frozen",
             listed(other),
-            f"{len(other)} of {len(state)} tensors of the model differ after save and resume",
+            f"{len(other)} of {resumed.tensors} tensors of the model differ after save and resume",
         )
-    optimizer = again.get("optimizer")
-    if optimizer is None:
-        return
-    resumed_moments = moments_of(again["model"], optimizer)
-    lost = [n for n in moments if n not in resumed_moments]
-    swapped = [n for n in moments if n in resumed_moments and not _same_state(moments[n], resumed_moments[n])]
-    if moments and len(lost) == len(moments):
+    if held and len(resumed.lost) == held:
         yield found(
             "resume-no-optimizer-state",
-            listed(lost),
-            f"the optimizer held state for {len(moments)} parameters before, and for none after resuming",
+            listed(resumed.lost),
+            f"the optimizer held state for {held} parameters before, and for none after resuming",
         )
-    elif swapped:
+    elif resumed.swapped:
         yield found(
             "resume-param-order-swapped",
-            listed(swapped),
-            f"{len(swapped)} of {len(moments)} parameters have another's optimizer state after resuming",
+            listed(resumed.swapped),
+            f"{len(resumed.swapped)} of {held} parameters have another's optimizer state after resuming",
         )
-    new_lrs = _lrs(optimizer)
-    new_position = getattr(again.get("scheduler"), "last_epoch", None)
+    (lrs, new_lrs), (position, new_position) = resumed.lrs, resumed.positions
     if lrs != new_lrs or (position is not None and new_position != position):
+        moved = "" if position is None else f"; scheduler steps {position} → {new_position}"
+        yield found("resume-no-scheduler", "scheduler", f"lr {lrs} before, {new_lrs} after resuming{moved}")
+    if resumed.replays:
         yield found(
-            "resume-no-scheduler",
-            "scheduler",
-            f"lr {lrs} before, {new_lrs} after resuming; scheduler steps {position} → {new_position}",
+            "resume-replays-order",
+            "loader",
+            "the first batch after resuming is the first batch of the whole run, and straight on it is another",
         )
 
 
@@ -172,8 +169,8 @@ def _differences(
     """Yield what else is another after resuming: what scaler and average hold, or what the model answers."""
     for name, before in parts.items():
         after = _state_of(again.get(name))
-        if name in again and before and after and not _same_state(before, after):
-            other = [key for key in before if not _same_state({key: before[key]}, {key: after.get(key)})]
+        if name in again and before and after and not same_state(before, after):
+            other = [key for key in before if not same_state({key: before[key]}, {key: after.get(key)})]
             yield found("resume-differs", name, f"{listed(other)} of {name} differ after save and resume", part=name)
     new = again["model"].state_dict()
     if answers and all(n in new and torch.equal(t, new[n]) for n, t in state.items()):
@@ -188,6 +185,27 @@ def _differences(
                 f"all tensors of state_dict are the same after save and resume, and the answers to one batch differ by "
                 f"{gap:.3g}: the model holds something that state_dict does not know",
                 part="model",
+            )
+
+
+def heard(experiment: Experiment) -> Iterator[Finding]:
+    """A watched script resumed its run as another one, or loaded weights that are not those it meant."""
+    final = experiment.seen.final
+    if final.get("resumed") is not None:
+        yield from _otherwise(final["resumed"])
+    for loading in final.get("loadings", ()):
+        if loading.matched:
+            yield found(
+                "best-state-aliased",
+                "load_state_dict",
+                f"all {loading.shared} tensors that it was given are the model's own memory: nothing was loaded",
+            )
+        else:
+            yield found(
+                "strict-false-loads-nothing",
+                "load_state_dict",
+                f"none of the model's {loading.weights} weights was loaded: the state names them otherwise, as "
+                f"{loading.example}",
             )
 
 
@@ -221,17 +239,6 @@ def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
         for p, state in optimizer.state.items()
         if id(p) in names and state
     }
-
-
-def _same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(v, b[k])
-        if torch.is_tensor(v) and torch.is_tensor(b[k]) and v.shape == b[k].shape
-        else v is b[k]
-        if torch.is_tensor(v) != torch.is_tensor(b[k])
-        else not torch.is_tensor(v) and v == b[k]
-        for k, v in a.items()
-    )
 
 
 def _lrs(optimizer: Any) -> list[float]:
@@ -270,4 +277,4 @@ def _shuffles(loader: Any) -> bool:
     return isinstance(sampler, torch.utils.data.RandomSampler) and sampler.generator is None
 
 
-RULES = (modes, evaluation_changes_buffers, best_state_is_live, resumed, same_order, unseeded)
+RULES = (modes, evaluation_changes_buffers, best_state_is_live, resumed, heard, same_order, unseeded)

@@ -8,10 +8,16 @@ from torch import Tensor
 from dxdy_nb.nested import mapped, tensors_in
 
 
+def is_plain(t: Tensor) -> bool:
+    """Return whether a tensor is neither sparse nor nested: it has numbers in rows and columns."""
+    return t.layout is torch.strided and not t.is_nested
+
+
 def same_tensor(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are the same memory, perhaps in another shape, and one cut from the graph."""
     return a is b or (
-        a.layout == b.layout == torch.strided
+        is_plain(a)
+        and is_plain(b)
         and a.dtype == b.dtype
         and a.numel() == b.numel() > 0
         and a.data_ptr() == b.data_ptr()
@@ -37,6 +43,6 @@ def batch_key(batch: Any) -> int:
 def bits_of(t: Tensor) -> int:
     """Return a hash of a tensor's content, bit by bit."""
     dense = t.detach().cpu()
-    if dense.layout is not torch.strided:
+    if not is_plain(dense):
         return hash(repr(dense))
     return hash(dense.contiguous().flatten().view(torch.uint8).numpy().tobytes())

@@ -31,4 +31,4 @@ def saw(experiment: Experiment) -> dict[str, str]:
 
 
 def _tensor(t: torch.Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)} on {t.device}"
+    return f"{str(t.dtype).removeprefix('torch.')} {'nested' if t.is_nested else list(t.shape)} on {t.device}"

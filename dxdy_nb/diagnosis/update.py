@@ -651,6 +651,12 @@ def averages(experiment: Experiment) -> Iterator[Finding]:
     """A second model that should follow the first one does not, or only in part."""
     ema: Any = experiment.subject.ema_model
     seen = experiment.seen
+    if stale := seen.final.get("stale"):
+        yield found(
+            "ema-buffers-stale",
+            listed(stale),
+            f"a copy of the model was evaluated whose weights had moved and whose statistics ({listed(stale)}) had not",
+        )
     if ema is None or len(seen.updates) < FEW:
         return
     still = set(seen.final.get("ema_still", ()))

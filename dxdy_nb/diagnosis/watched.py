@@ -1,9 +1,13 @@
 """Anybody's loop, judged at its end: from what was heard of its first steps, and from those steps run again."""
 
+import itertools
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +16,15 @@ from torch import Tensor
 from dxdy_nb.diagnosis.diagnose import TIME, report_on
 from dxdy_nb.diagnosis.observation import Call, Step, main_call
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable
-from dxdy_nb.diagnosis.report import Report
+from dxdy_nb.diagnosis.report import Finding, Report
+from dxdy_nb.diagnosis.repro import save
 from dxdy_nb.diagnosis.sameness import same_tensor
-from dxdy_nb.diagnosis.subject import TrainStep, preserved
+from dxdy_nb.diagnosis.subject import NAMES, TrainStep, preserved
 from dxdy_nb.diagnosis.witness import Witness
+from dxdy_nb.errors import DxdyError
 from dxdy_nb.nested import mapped, tensors_in
 from dxdy_nb.observe.batches import is_one_shot
+from dxdy_nb.observe.found import held_by
 
 
 def judge(witness: Witness, time_limit: float = TIME) -> Report:
@@ -33,23 +40,42 @@ def judge(witness: Witness, time_limit: float = TIME) -> Report:
         again = replayed(step, witness.subject.all_optimizers) if step is not None else None
     # Who trains on all data at once has one batch, not the same one again and again.
     batches = list({s.key: s.batch for s in seen.steps if s.batch is not None}.values())
-    trained = [one for one in witness.loaders if not any(one is other for other in witness.held_out)]
-    loader = next((one for one in trained if not is_one_shot(one)), batches)
+    loader, held_out = (
+        next((one for one in witness.loaders(held_out=held) if not is_one_shot(one)), None) for held in (False, True)
+    )
+    optimizers = witness.subject.all_optimizers
     direct = step is not None and step.losses and _is_direct(step)
     subject = replace(
         witness.subject,
-        loader=loader,
+        optimizer=optimizers[0] if len(optimizers) == 1 else None,
+        loader=batches if loader is None else loader,
         train_step=again or _not_repeatable,
         loss_fn=step.losses[-1].module if step is not None and direct else None,
         accumulation_steps=max(1, witness.window),
-        val_loader=next((one for one in witness.held_out if not is_one_shot(one)), None),
+        val_loader=held_out,
     )
     experiment = Experiment(subject, time.monotonic() + time_limit, seen=seen, initial=witness.initial, driven=False)
     if again is None:
         seen.notes.append("counterfactuals: the training step could not be run again from what was heard of it")
     with preserved(subject), torch.enable_grad():
         experiment.rewind()
-        return report_on(experiment)
+        report = report_on(experiment)
+    return replace(report, repro=partial(_save, experiment, report.errors[0])) if report.errors else report
+
+
+def _save(experiment: Experiment, finding: Finding, path: Path) -> None:
+    """Write what reproduces an error, with the weights that the loop began with."""
+    subject, asked = experiment.subject, set(compile(finding.check, "check", "exec").co_names)
+    missing = [name for name in NAMES if name in asked and getattr(subject, name) is None]
+    if subject.train_step is _not_repeatable or missing:
+        wanted = f"{', '.join(missing)} of the loop" if missing else "how the loop's step uses a batch"
+        raise DxdyError(
+            f"save_repro: {wanted} was not heard, so {finding.cause} cannot be shown again from here. Give it by name: "
+            "dx.diagnose(model=..., loss_fn=..., loader=..., optimizer=..., ...)."
+        )
+    with preserved(subject), torch.enable_grad():
+        experiment.rewind()
+        save(experiment, finding, path)
 
 
 def _own_loss(step: Step) -> int | None:
@@ -63,7 +89,9 @@ def _is_direct(step: Step) -> bool:
     """Return whether the loss is a function of the output and one target, and nothing more."""
     call, loss = main_call(step), step.losses[-1]
     outputs = tensors_in(call.output) if call is not None else []
-    return len(loss.args) == 2 and not loss.kwargs and any(same_tensor(loss.args[0], t) for t in outputs)
+    taken = tensors_in(loss.args[:1])
+    known = bool(taken) and all(any(same_tensor(one, t) for t in outputs) for one in taken)
+    return len(loss.args) == 2 and not loss.kwargs and known
 
 
 def _not_repeatable(*_: Any) -> Any:
@@ -88,6 +116,10 @@ def replayed(step: Step, optimizers: Sequence[Any]) -> TrainStep | None:
     # From the end: where input and target are alike, the target is the later one.
     targets = [_place(t, batch[::-1]) for t in tensors_in((loss.args, loss.kwargs))]
     targets = [None if place is None else len(batch) - 1 - place for place in targets]
+    asks = any(update.closure for update in step.updates)
+    told = step.backwards[-1:] if "scale" not in step.events else []
+    factor = next((b.share for b in told if b.multiple and math.isfinite(b.share) and abs(b.share - 1) > 1e-6), 1.0)
+    clips = [bound for _, bound, _ in step.clips[:1] if ("clip", "step") in itertools.pairwise(step.events)]
     if not any(place is not None for place in given):
         return None
     if own is None and not any(place is not None for place in compared):
@@ -95,14 +127,23 @@ def replayed(step: Step, optimizers: Sequence[Any]) -> TrainStep | None:
 
     def train_step(model: Any, new: Any, optimizer: Any, loss_fn: Any, index: int) -> Any:
         fresh = tensors_in(new)
-        args, kwargs = _filled((call.args, call.kwargs), given, fresh)
-        for one in optimizers:
-            one.zero_grad()
-        with torch.autocast("cpu", call.autocast, enabled=call.autocast is not None):
-            results = tensors_in(call.module(*args, **kwargs))
-        args, kwargs = _filled((loss.args, loss.kwargs), compared, results, targets, fresh)
-        value = (loss_fn or loss.module)(*args, **kwargs) if loss.module is not None else results[own or 0]
-        value.backward()
+
+        def closure() -> Any:
+            for one in optimizers:
+                one.zero_grad()
+            args, kwargs = _filled((call.args, call.kwargs), given, fresh)
+            with torch.autocast("cpu", call.autocast, enabled=call.autocast is not None):
+                results = tensors_in(call.module(*args, **kwargs))
+            args, kwargs = _filled((loss.args, loss.kwargs), compared, results, targets, fresh)
+            value = (loss_fn or loss.module)(*args, **kwargs) if loss.module is not None else results[own or 0]
+            (value * factor).backward()
+            for bound in clips:
+                torch.nn.utils.clip_grad_norm_([p for o in optimizers for p in held_by(o)], bound)
+            return value
+
+        if asks:
+            return [one.step(closure) for one in optimizers][-1]
+        value = closure()
         for one in optimizers:
             one.step()
         return value

@@ -1,5 +1,6 @@
 """Hears of a loop through ``observe.hooks``, and takes notes of its objects."""
 
+import copy
 import functools
 import math
 import warnings
@@ -15,13 +16,21 @@ from torch import Tensor, nn
 
 from dxdy_nb.diagnosis.observation import Backward, Call, Observation, Root, Seen, Step, Update, leading, main_call
 from dxdy_nb.diagnosis.reading import graph_nodes, is_shaping, kind_of
-from dxdy_nb.diagnosis.sameness import batch_key, equal
+from dxdy_nb.diagnosis.sameness import batch_key, equal, is_plain
+from dxdy_nb.diagnosis.sequel import Sequel
 from dxdy_nb.diagnosis.subject import Subject
+from dxdy_nb.diagnosis.written import WrittenLoss, given_to_raise, is_multiple
 from dxdy_nb.nested import detached, tensors_in
-from dxdy_nb.observe.batches import Fetches
+from dxdy_nb.observe.batches import Fetches, likeness
 from dxdy_nb.observe.hooks import listening
 
 BACK = 0.08  # of the way from the first weights that is left after somebody wrote: learning was undone
+
+
+ENDED = -1  # in the place of a loader's number
+
+
+LOADERS = 4  # of different likeness of which a copy is kept, with their data, since a script lets go of its own
 
 
 KEPT = 2  # steps whose tensors are kept in any case; of later ones
@@ -57,15 +66,19 @@ class Witness:
         self.seen = Observation()
         self.step = Step(-1, 0, None)
         self.initial: dict[str, Tensor] = {}  # weights when each model was first seen
-        self._loaders: list[weakref.ref[Any]] = []  # weakly: what the loop lets go of must go
+        self._loaders: list[tuple[weakref.ref[Any], Any]] = []  # and a copy, where one is kept
         self.caught: list[Any] = []  # warnings
         self._models: list[nn.Module] = []
         self._rng: Tensor | None = None
         self._held, self._may_hold = 0, held
-        self._loader = 0  # id of the one that the last batch came from
+        self._loader = 0  # number of the one that the last batch came from, from 1 on; ENDED behind an epoch
         self._trained_on: set[int] = set()
+        self._evaluated_on: set[int] = set()
+        self._batch: Any = None
+        self._written = WrittenLoss()
+        self.sequel = Sequel()
         self._lost = False
-        self._in_backward = self._in_scaler = self._scaling = self._unscaled = False
+        self._in_backward = self._in_scaler = self._in_step = self._scaling = self._unscaled = False
         self._roots: dict[int, weakref.ref[Tensor]] = {}  # tensors that backward began at, since gradients were cleared
         self._markers: list[weakref.ref[_Marker]] = []
         self._loss_values: list[float] = []
@@ -84,6 +97,10 @@ class Witness:
         """Whether enough was heard."""
         return self._lost or _transform() is not None or (not self.driven and len(self.seen.steps) > self.most)
 
+    def _hears(self) -> bool:
+        """Return whether what comes after the first steps is heard: what costs nothing to note."""
+        return not (self._lost or self._in_backward) and _transform() is None
+
     @contextmanager
     def careful(self) -> Iterator[None]:
         """Hear no more after an error inside, which is ours and no reason for anybody's loop to stop."""
@@ -93,11 +110,14 @@ class Witness:
             if not self._lost:
                 self.seen.notes.append(f"nothing was heard from step {self.step.index} on: {error!r}")
             self._lost = True
+            self._written.forget()
             self.seen.steps = [step for step in self.seen.steps if step is not self.step]
             self.step = Step(-1, 0, None)
 
     def begin(self, index: int, epoch: int, batch: Any) -> None:
         """Begin a step on a batch."""
+        if not self.driven and self.seen.steps and not _trains(self.seen.steps[-1]):
+            index = self.seen.steps.pop().index  # a validation's
         self.step = Step(index, epoch, batch)
         self.step.key = batch_key(batch)
         self.seen.steps.append(self.step)
@@ -106,6 +126,7 @@ class Witness:
     def end(self, value: Any = None) -> None:
         """End the step; ``value`` is what the training step returned."""
         step = self.step
+        self._written.forget()
         candidates = [_number(value), *(b.value for b in step.backwards[-1:]), *self._loss_values[-1:]]
         step.value = next((v for v in candidates if not math.isnan(v)), math.nan)
         if step.batch is None and not self.driven:
@@ -131,43 +152,50 @@ class Witness:
             counts.append(count)
         return 1 if "dropped" in self.seen.events else max(counts)
 
-    @property
-    def loaders(self) -> list[Any]:
-        """The loaders that are still there."""
-        return [loader for known in self._loaders if (loader := known()) is not None]
-
-    @property
-    def held_out(self) -> list[Any]:
-        """The loaders whose batches no training step used."""
-        return [loader for loader in self.loaders if id(loader) not in self._trained_on]
+    def loaders(self, held_out: bool = False) -> list[Any]:
+        """Return the loaders that are still there: those that were trained on, or only evaluated on."""
+        wanted = self._evaluated_on - self._trained_on if held_out else self._trained_on
+        known = [loader if (loader := reference()) is not None else copied for reference, copied in self._loaders]
+        return [loader for number, loader in enumerate(known, 1) if number in wanted and loader is not None]
 
     def finish(self, error: BaseException | None = None) -> None:
         """End what was under way in anybody's loop; steps without a training forward were a validation's."""
+        self._written.forget()
         if self.step.index >= 0:
             self.step.error = error if isinstance(error, Exception) else None
             self.end()
-        training = [s for s in self.seen.steps if s.backwards or s.updates or s.error or any(c.grad for c in s.calls)]
-        self.seen.steps = training[: self.most]
+        steps = [s for s in self.seen.steps if _trains(s) and s.index < self.most]
+        # Where some steps go back, a forward alone was none: it made data, or looked at the model.
+        self.seen.steps = [s for s in steps if s.backwards or s.updates or s.error] or steps
+        for index, step in enumerate(self.seen.steps):
+            step.index = index
         now = self.subject.parameters
         self.seen.moved = {n for n, p in self.initial.items() if n in now and not torch.equal(p, now[n].detach())}
-        self._left, self._before = {}, {}
+        self.seen.final |= self.sequel.facts(self.subject.model, self.seen.steps)
+        self._left, self._before, self._batch = {}, {}, None
 
     # ---- what the hooks tell: each method returns what is entered before the call and left after it ----
 
     def iterate(self, loader: Any, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a step with each batch of a loop that nobody drives."""
-        if self.driven or self.deaf:
+        if self.driven or not self._hears():
             return begin()
-        if any(loader is known() for known in self._loaders):
+        number = next((n for n, (known, _) in enumerate(self._loaders, 1) if known() is loader), 0)
+        if not number:
+            like = likeness(loader), id(loader.dataset)
+            others = [(likeness(one), id(one.dataset)) for _, one in self._loaders if one is not None]
+            keep = not loader.persistent_workers and len(others) < LOADERS and like not in others
+            self._loaders.append((weakref.ref(loader), copy.copy(loader) if keep else None))
+            number = len(self._loaders)
+        elif number in self._trained_on:
             self.step.events.append("epoch")
             self.seen.epochs += 1
-        else:
-            self._loaders.append(weakref.ref(loader))
-        return Fetches(begin(), functools.partial(self._fetch, id(loader)))
+        return Fetches(begin(), functools.partial(self._fetch, number))
 
-    def _fetch(self, loader: int, batches: Iterator[Any]) -> Any:
-        batch = next(batches)
-        self._loader = loader
+    def _fetch(self, number: int, batches: Iterator[Any]) -> Any:
+        self._loader, self._batch = ENDED, None
+        batch = self._batch = next(batches)
+        self._loader = number
         with self.careful():
             if not self.deaf:
                 if self.step.index >= 0:
@@ -177,22 +205,36 @@ class Witness:
 
     def forward(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Note that an outermost module is called."""
-        if self.deaf or self._in_backward:
+        if self.driven:
+            self._rng = torch.get_rng_state()
+        elif self._hears():
+            self._undriven_forward(module)
+        if not (self.deaf or self._in_backward or self._is_loss(module)):
+            self.step.events.append("forward")
+
+    def _undriven_forward(self, module: nn.Module) -> None:
+        if not torch.is_grad_enabled():
+            self._evaluated_on.add(self._loader)
+            known = self._loader in self._trained_on
+            place = None if known and (self._loader or not self.step.updates) else self.step.index * (not self._loader)
+            self.sequel.evaluates(module, place, self._models)
             return
-        if not self.driven:
+        self._trained_on.add(self._loader)
+        if self.sequel.resumes(module, self.subject, self._models, self.initial):
+            self.most = min(self.most, self.step.index)
+        elif not self.deaf:
             self._meet(module)
-            if self.step.batch is None and self.step.updates and torch.is_grad_enabled():
+            anew = self.step.batch is None or self._loader == ENDED
+            if self.step.updates and anew and not self._in_step:
                 self.end()
                 self.begin(len(self.seen.steps), self.seen.epochs, None)
-        if torch.is_grad_enabled():
-            self._trained_on.add(self._loader)
-        if not self._is_loss(module):
-            self.step.events.append("forward")
-        self._rng = torch.get_rng_state()
+            elif self._loader == ENDED and not _trains(self.step):
+                self.step.batch = None  # it was read, and not trained on
+            self._rng = torch.get_rng_state()
 
     def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Note what it was given and what came out."""
-        if self.deaf or self._in_backward:
+        if self.deaf or self._in_backward or self._is_over():
             return
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         call = Call(module, inputs, named, output, module.training, torch.is_grad_enabled(), dtype, self._rng)
@@ -200,14 +242,21 @@ class Witness:
             self._note_loss(call)
         else:
             self.step.calls.append(call)
+            if not self.driven and call.grad:
+                self._written.listen()
+
+    def _is_over(self) -> bool:
+        """Return whether this is behind a step: an evaluation."""
+        return not self.driven and bool(self.step.updates) and not torch.is_grad_enabled()
 
     def _meet(self, module: nn.Module) -> None:
         """Make a module that was seen for the first time part of the subject."""
-        if any(module is m for m in self._models) or not any(True for _ in module.parameters()):
+        if any(module is part for m in self._models for part in m.modules()):
             return
-        if self._is_loss(module):
+        if self._is_loss(module) or not any(True for _ in module.parameters()):
             return
-        self._models.append(module)
+        before, parts = self.subject.parameters, set(module.modules())
+        self._models = [m for m in self._models if m not in parts] + [module]
         names = [type(m).__name__ for m in self._models]
         whole = (
             module
@@ -217,7 +266,9 @@ class Witness:
             )
         )
         self.subject = replace(self.subject, model=whole)
-        self.initial = {n: p.detach().clone() for n, p in self.subject.parameters.items()}
+        known = {id(p): self.initial[name] for name, p in before.items()}
+        self.initial = {n: known.get(id(p), p.detach()).clone() for n, p in self.subject.parameters.items()}
+        self.sequel.meet(module)
         if self.step.index < 0:
             self.begin(0, 0, None)
 
@@ -240,7 +291,7 @@ class Witness:
 
     def loss(self, function: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Note the loss of anybody's loop; in one that is driven the loss function is known."""
-        if not self.driven and not self.deaf and not self._in_backward:
+        if not (self.driven or self.deaf or self._in_backward or self._is_over()):
             self._note_loss(Call(function, inputs, named, output, grad=torch.is_grad_enabled()))
 
     def _note_loss(self, call: Call) -> None:
@@ -259,10 +310,13 @@ class Witness:
         before = _versions(parameters)
         self._dirty -= {n for n in self._dirty if n not in before}
         self._dirty |= {n for n, v in before.items() if self._at_update.get(n) == v and _any(parameters[n].grad)}
+        if not self.driven and (loss := self._written.behind(root)) is not None:
+            self._note_loss(loss)
         strangers = _strangers(root, self.subject)
         self._plain = {n for n in self._plain if n in parameters and _any(parameters[n].grad)}
         scaled = next((e for e in reversed(self.step.events) if e in ("scale", "unscale")), "") == "scale"
-        self.step.events.append("backward")
+        if not self._in_step or "backward" not in self.step.events:  # a closure asks as often as it likes
+            self.step.events.append("backward")
         known = self._roots.get(id(root))
         repeated = known is not None and known() is root
         self._roots[id(root)] = weakref.ref(root)
@@ -271,7 +325,7 @@ class Witness:
             root.grad_fn.register_hook(marker)
             self._markers.append(weakref.ref(marker))
             del marker
-        if self.step.index < 2 and self.step.root is None:
+        if self.step.index < 2 * KEPT and self.step.root is None:
             self._read(root)
         self._in_backward = True
         try:
@@ -285,7 +339,8 @@ class Witness:
         value, whole = _number(root), self._loss_values[-1] if self._loss_values else math.nan
         share = value / whole if whole else math.nan
         name = "" if root.grad_fn is None else type(root.grad_fn).__name__
-        self.step.backwards.append(Backward(value, name, repeated, reached, share, strangers))
+        multiple = bool(self.step.losses) and is_multiple(root, self.step.losses[-1].output)
+        self.step.backwards.append(Backward(value, name, repeated, reached, share, multiple, strangers))
 
     def _read(self, root: Tensor) -> None:
         """Note what the loss is, and have its gradient at the output noted when that is known."""
@@ -303,6 +358,8 @@ class Witness:
 
     def before_step(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Note gradients and weights as an update finds them."""
+        if not self.driven and self._hears():
+            self.sequel.steps(optimizer, self.seen, self.subject, self._batch)
         if self.deaf:
             return
         if not self.driven and not any(optimizer is o for o in self.subject.optimizers):
@@ -325,6 +382,8 @@ class Witness:
         other = _distance(outside, parameters, kept) > _distance(outside, kept, {})  # weights made anew
         undone = bool(outside) and (back < BACK * far or other)
         update = Update(optimizer, lrs, seen, outside, undone, dirty, cleared, self.subject.model.training)
+        update.closure = closure
+        self._in_step = True
         update.scaled = self._scaling and not self._unscaled and not self._in_scaler
         # What the last update left is still there, unless somebody wrote: then nothing needs to be copied.
         same = {n for n in mine if n in self._left and self._left[n][0] is mine[n]} - outside.keys()
@@ -335,7 +394,7 @@ class Witness:
         """Note what the update did."""
         if self.deaf or not self.step.updates:
             return
-        update, parameters = self.step.updates[-1], self.subject.parameters
+        update, parameters, self._in_step = self.step.updates[-1], self.subject.parameters, False
         for name, before in self._before.items():
             p = parameters.get(name)
             if p is not None and p.shape == before.shape:
@@ -402,6 +461,11 @@ class Witness:
         self.step.events.append("scheduler")
         if not self.driven and self.subject.scheduler is None:
             self.subject = replace(self.subject, scheduler=scheduler)
+
+    def load(self, module: nn.Module, state: Any) -> None:
+        """Note what a model loads."""
+        if not self.driven and self._hears():
+            self.sequel.loads(module, state, bool(self.seen.updates))
 
     def reading_gradients(self) -> None:
         """Nothing to note."""
@@ -474,13 +538,23 @@ class _Careful:
             around.__exit__(None, None, None)
 
 
+def _memory(t: Tensor) -> int:
+    return t.data_ptr() if is_plain(t) else id(t)
+
+
+def _trains(step: Step) -> bool:
+    """Return whether a step is one of training, and not of a validation."""
+    return bool(step.backwards or step.updates or step.error or any(call.grad for call in step.calls))
+
+
 def _given(step: Step) -> Any:
     """Return what stands for a batch where no loader gave one: what model and loss were given from outside."""
     outputs = [t for call in step.calls for t in tensors_in(call.output)]
-    known = {t.data_ptr() for t in outputs}
+    known = {_memory(t) for t in outputs}
     given = [t for call in step.calls[:1] for t in tensors_in((call.args, call.kwargs))]
     given += [t for loss in step.losses[-1:] for t in tensors_in((loss.args, loss.kwargs)) if t.grad_fn is None]
-    found = {t.data_ptr(): t.detach() for t in given if t.data_ptr() not in known and t.dim()}
+    given += given_to_raise(step.error) if step.error is not None and step.calls else []
+    found = {_memory(t): t.detach() for t in given if _memory(t) not in known and t.dim()}
     return tuple(found.values()) or None
 
 

@@ -75,6 +75,9 @@ class Receiver(Protocol):
     def zero_grad(self, owner: nn.Module | Optimizer) -> Around:
         """Tell that a model or an optimizer drops its gradients."""
 
+    def load(self, module: nn.Module, state: Any) -> Around:
+        """Tell that a model loads a state."""
+
     def schedule(self, scheduler: lr_scheduler.LRScheduler) -> Around:
         """Tell of a scheduler's step."""
 
@@ -202,6 +205,7 @@ def _places() -> Iterator[tuple[Any, str, Callable[..., Callable[..., Any]]]]:
     yield GradScaler, "step", _told(lambda r, scaler, optimizer, *_, **__: r.scaled_step(scaler, optimizer))
     for owner in (nn.Module, Optimizer):
         yield owner, "zero_grad", _told(lambda r, owner, *_, **__: r.zero_grad(owner))
+    yield nn.Module, "load_state_dict", _told(lambda r, module, state_dict, *_, **__: r.load(module, state_dict))
     # However the functions that clip were imported, they look these names up in their own module.
     yield clip_grad, "_group_tensors_by_device_and_dtype", _told(lambda r, *_, **__: r.reading_gradients())
     yield clip_grad, "_clip_grads_with_norm_", _told(_clip)

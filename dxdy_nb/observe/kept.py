@@ -69,6 +69,8 @@ class _Notes:
         self.seen.add(id(value))
         self.alive.append(value)
         if isinstance(value, Tensor):
+            if value.is_nested:
+                return _nothing
             data = light or (self.held and not isinstance(value, nn.Parameter))
             return _nothing if data and value.numel() * value.element_size() > SMALL else self._tensor(value)
         if isinstance(value, SOURCES):
@@ -154,9 +156,10 @@ class _Notes:
 
         def put_back() -> None:
             with torch.no_grad():
-                if value.data_ptr() != alias.data_ptr() or value.dtype != alias.dtype or value.shape != alias.shape:
+                moved = value.layout is torch.strided and value.data_ptr() != alias.data_ptr()
+                if moved or value.dtype != alias.dtype or value.shape != alias.shape:
                     value.data = alias
-                if not torch.equal(alias, content):
+                if value.layout is not torch.strided or not torch.equal(alias, content):
                     alias.copy_(content)
             if value.is_leaf:
                 if value.requires_grad != asks:

@@ -303,6 +303,9 @@ class Recorder:
                 self._row.dropped = len(self._row.losses)
             self._tell("zero_grad", name)
 
+    def load(self, module: nn.Module, state: Any) -> None:
+        """Nothing to note."""
+
     @contextmanager
     def schedule(self, scheduler: LRScheduler) -> Iterator[None]:
         """Note a scheduler's step, but not the one that it makes when it is made."""

@@ -422,7 +422,7 @@ class _Scribe:
     def _nothing(self, *_: Any, **__: Any) -> None:
         return None
 
-    scaled_step = scale = unscale = reading_gradients = clip = zero_grad = copied = forked = _nothing
+    scaled_step = scale = unscale = reading_gradients = clip = zero_grad = copied = forked = load = _nothing
 
 
 def _put(stack: ExitStack, owner: Any, name: str, function: Callable[..., Any]) -> None:
