@@ -948,6 +948,24 @@ for gradient in (None, torch.zeros(1)):
 # - `ema-buffers-stale`: The averaged copy has new weights and the old running statistics of BatchNorm.
 
 # %% [markdown]
+# <a id="afterwards"></a>Causes explained here, **afterwards**: what a file that is left still tells. `dxdy inspect`
+# reads a checkpoint, or a table with a loss in it.
+#
+# - `loss-spike`: One step up and back at once: a bad batch. Print its samples.
+# - `loss-spike-decays`: Up at once, down slowly: the weights were thrown off, and learn again. The rate, or a state
+#   that was lost.
+# - `loss-rises`: It grows by a factor a step: a rate above the limit of section 5.
+# - `loss-flat`: It stands at the value of a guess, ln C, from the beginning: nothing is learnt.
+# - `loss-periodic`: It repeats itself every so many rows. If that is an epoch: samples learnt by heart, a mean that
+#   starts anew, or no shuffling.
+# - `lr-is-zero`: The rate of a group had come to zero: the schedule was over before the run was.
+# - `never-stepped`: A parameter for which the optimizer holds no state, or fewer steps than for the others.
+# - `weights-frozen`: Bit for bit the same in two checkpoints of one run.
+# - `constant-weights`: A tensor of one value all over: as it was initialised, or switched off.
+# - `dead-units`: Rows of zeros: padding, pruning, or units that no gradient held against weight decay.
+# - `bn-statistics-odd`: Running statistics of no batch at all, or of a variance that is tiny or huge.
+
+# %% [markdown]
 # ## Exit ticket
 #
 # Three runs of the same net, the same data, three rates. Loss on the left, gradient norm on the right.
