@@ -412,11 +412,17 @@ def test_stop_ends_the_ranks_and_the_next_call_runs(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_ranks_end_with_a_parent_that_is_killed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("terminated", [False, True])  # a kernel that is shut down terminates its children first
+def test_the_ranks_end_with_a_parent_that_is_killed(terminated, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with started(SCRIPT + "dx.launch(place, 600.0)", cwd=tmp_path) as process:
         ranks = numbers([process.stdout.readline() for _ in range(3)][1:])
         assert len(alive(ranks)) == 2 and list(tmp_path.glob("dxdy-ranks-*"))
+        if terminated:
+            process.send_signal(signal.SIGSTOP)
+            for rank in ranks:
+                os.kill(rank, signal.SIGTERM)
+            time.sleep(1)
         process.kill()
     wait_until_gone(ranks)
     assert list(tmp_path.glob("dxdy-ranks-*")) == []

@@ -228,9 +228,9 @@ class _Pool:
 
     def close(self) -> None:
         """End all processes."""
+        shutil.rmtree(self.folder, ignore_errors=True)  # first: this process may be killed meanwhile
         while self.workers:
             self.workers.pop().end()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _follow(workers: Sequence[_Worker], job: Job, stall: float | None) -> list[bytes]:

@@ -65,6 +65,7 @@ class Failure(NamedTuple):
 def main(fd: int, rank: int, parent: int, folder: str) -> None:
     """Run one function after another until the parent ends, or this process is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Stop is the parent's to handle
+    signal.signal(signal.SIGTERM, lambda *_: _vanish(folder))  # a kernel that ends sends this first
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable(all_threads=False)
