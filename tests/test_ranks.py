@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 
+import ddp_worker
 import nbclient
 import nbformat
 import numpy as np
@@ -467,3 +468,16 @@ def test_the_pool_gives_the_same_weights_as_spawn(tmp_path):
     assert dx.launch(ranked.train) == expected
     assert dx.launch(ranked.train) == expected  # in the warm processes too
     assert dx.launch(ranked.train, world_size=1)[0]["place"] == ranked.train()["place"]
+
+
+@pytest.mark.slow
+def test_the_worker_of_lesson_08_gives_the_same_weights_under_torchrun():
+    def train():
+        end = ddp_worker.train(dist.get_rank(), dist.get_world_size(), seed=0, batch_size=32)
+        return end["weights"][-1].double().sum().item()
+
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ddp_worker.__file__]
+    told = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
+    assert sorted(told.splitlines()) == [
+        f"rank {rank} of 2: the weights sum to {total:.6f}" for rank, total in enumerate(dx.launch(train))
+    ]
