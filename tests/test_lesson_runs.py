@@ -9,7 +9,12 @@ import pytest
 from dxdy_nb.runs import lessons
 
 TABLE: dict[str, list[dict[str, Any]]] = tomllib.loads((Path(__file__).parent / "lessons.toml").read_text())
-CASES = [(lesson, case) for lesson, cases in TABLE.items() for case in cases]
+# The first of each lesson in `make test`, all in `make test-all`.
+CASES = [
+    pytest.param(lesson, case, marks=[pytest.mark.slow] * (place > 0))
+    for lesson, cases in TABLE.items()
+    for place, case in enumerate(cases)
+]
 
 
 def test_every_lesson_is_run_with_other_parameters_than_its_own() -> None:

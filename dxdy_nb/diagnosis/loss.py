@@ -14,7 +14,7 @@ from dxdy_nb.diagnosis.observation import leading, main_call
 from dxdy_nb.diagnosis.probes import Experiment, set_lr
 from dxdy_nb.diagnosis.reading import KINDS, Calls, Reading, bounds
 from dxdy_nb.diagnosis.report import Finding, found
-from dxdy_nb.diagnosis.sameness import replaced
+from dxdy_nb.diagnosis.sameness import equal, replaced
 from dxdy_nb.nested import tensors_in
 
 CLOSE = 1e-4
@@ -330,8 +330,9 @@ def softmax_axis(experiment: Experiment) -> Iterator[Finding]:
 def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
     """Targets are not what the recognised loss is defined for."""
     reading = experiment.reading
-    if reading is None or not reading.raw:
-        return
+    given = _batch_tensors(experiment)[experiment.places[1] :][:1]
+    if reading is None or not reading.raw or not (given and _same_numbers(given[0], experiment.target)):
+        return  # a target that is made of the batch's, or of nothing of it, as a discriminator's
     targets = [y for _, _, y in experiment.epoch if y is not None and y.numel()]
     if reading.kind == "bce_logits" and targets:
         low, high = min(float(y.min()) for y in targets), max(float(y.max()) for y in targets)
@@ -359,9 +360,7 @@ def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
                 f"{classes} classes, 0 to {classes - 1}",
             )
     whole = [y for y in targets if not y.is_floating_point() or bool((y == y.round()).all())]
-    # One number for each output; of classes that are one-hot encoded before the loss there are fewer.
-    each = bool(targets) and targets[0].numel() * len(reading.output) == reading.output.numel() * len(targets[0])
-    if reading.kind == "mse" and len(whole) == len(targets) and each and not targets[0].is_floating_point():
+    if reading.kind == "mse" and len(whole) == len(targets) > 0 and not targets[0].is_floating_point():
         values = torch.cat([y.flatten() for y in targets]).unique()
         if 2 < len(values) <= 50:
             yield found(
@@ -370,6 +369,11 @@ def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
                 f"integer targets with {len(values)} values are regressed with a squared error",
                 severity="hint",
             )
+
+
+def _same_numbers(a: Tensor, b: Tensor | None) -> bool:
+    """Return whether two tensors hold the same numbers, perhaps in another shape or dtype."""
+    return b is not None and a.numel() == b.numel() and equal(a.double().flatten(), b.double().flatten())
 
 
 def _signed(index: int) -> int:
