@@ -58,6 +58,16 @@ def nesterov(w, gradients, lr, beta):
     return w
 
 
+def fades_by_the_rest(w, gradients, lr, beta):
+    """Multiply the old velocity by 1 - beta."""
+    return with_momentum(w, gradients, lr, 1 - beta, 1)
+
+
+def exchanged(w, gradients, lr, beta):
+    """Put beta where the rate belongs, and the rate where beta does."""
+    return with_momentum(w, gradients, beta, lr, 1)
+
+
 def rate_in_the_velocity_twice(w, gradients, lr, beta):
     """Multiply by the rate where the gradient joins, and again."""
     return with_momentum(w, gradients, lr, beta, lr)
@@ -110,6 +120,21 @@ def other_half_corrected(*arguments):
 def counted_late(*arguments):
     """Begin to count at 2."""
     return adam_like(*arguments, count=2)
+
+
+def corrected_as_at_first(w, gradients, lr, beta1, beta2):
+    """Correct each step as if it were the first."""
+    m, s = torch.zeros_like(w), torch.zeros_like(w)
+    for g in gradients:
+        m = beta1 * m + (1 - beta1) * g
+        s = beta2 * s + (1 - beta2) * g**2
+        w = w - lr * m / (1 - beta1) / ((s / (1 - beta2)).sqrt() + 1e-8)
+    return w
+
+
+def without_eps(*arguments):
+    """Divide by the root alone."""
+    return adam_like(*arguments, eps=0.0)
 
 
 def without_root(*arguments):
@@ -180,6 +205,8 @@ EXERCISES = (
             Mistake(forgetful, "the old velocity plays no part: this is plain SGD. What does beta multiply?"),
             Mistake(undamped, "the velocity never fades. What happens to the old one before the gradient joins?"),
             Mistake(nesterov, "that is Nesterov: the step looks ahead by one gradient more. Which line does that?"),
+            Mistake(fades_by_the_rest, "the old velocity fades by 1 - beta. With beta = 0.9, how much of it stays?"),
+            Mistake(exchanged, "beta and the rate have changed places. Which one makes the old velocity fade?"),
             Mistake(rate_in_the_velocity_twice, "the rate is in the velocity and in the step. Where does it belong?"),
             Mistake(from_the_start, "each step begins at the first weight. From where does the second step go on?"),
         ),
@@ -200,6 +227,10 @@ EXERCISES = (
             Mistake(half_corrected, "the average of the squares is not corrected. What is it after one step?"),
             Mistake(other_half_corrected, "the average of the gradient is not corrected. What is it after one step?"),
             Mistake(counted_late, "the correction is that of the next step. At which number does the count begin?"),
+            Mistake(corrected_as_at_first, "each step is corrected like the first. What happens to 1 - beta later on?"),
+            Mistake(
+                without_eps, "right for usual gradients; for tiny ones the step is too long. What guards the division?"
+            ),
             Mistake(without_root, "a step now depends on the scale of the gradient. What has the unit of a gradient?"),
             Mistake(eps_inside, "eps stands under the root. For tiny gradients that is another step: add it after."),
             Mistake(of_absolute_values, "the second average is of absolute values, and a root is taken of it."),
