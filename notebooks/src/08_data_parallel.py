@@ -312,6 +312,8 @@ assert off > 0.02 or not several
 print("the mean over the ranks is the loss of the one process; a rank alone is off by more than 0.02:", off > 0.02)
 
 # %% [markdown]
+# (One line covers the other: the mean over ranks lies under the one process.)
+#
 # Rank 0's own loss is a loss over fewer samples: it is not wrong, and it is not the loss of the step. A decision that
 # hangs on it, such as `ReduceLROnPlateau` or early stopping, may fall differently on each rank. To log the loss of the
 # step, reduce its sum and its count (section 6).
@@ -594,8 +596,9 @@ print(kind, "-", text)
 lesson.reveal("An unused layer: in which iteration does torch complain?", iteration)
 
 # %% [markdown]
-# The first one passes: the averages of the other gradients are still under way, and nobody asks for them yet. The
-# second forward finds the first reduction unfinished. The rest of the message names three ways out. The best is to take
+# The first one passes, and the harm is done. Gradients travel in *buckets*; this small net fills only one, which waits
+# for the unused layer and is never sent. So *nothing* was averaged, and nobody has asked yet. The second forward finds
+# the first reduction unfinished. The rest of the message names three ways out. The best is to take
 # the layer out, or to use it; `find_unused_parameters=True` searches the graph at every step.
 #
 # ## 8 · Failures on purpose
@@ -646,7 +649,8 @@ for how in ("raises", "is late") if several else ():
         on_ranks(fails, how, timeout=5.0)
     except dx.DxdyError as error:
         blamed[how] = error.rank
-        print(str(error).splitlines()[0].split(": it was")[0].replace("launch: ", f"{how}: "))
+        said = str(error).splitlines()[0].replace("launch: ", f"{how}: ")
+        print(said.split(", /")[0])  # what follows is the file and the line in which it was
 
 # %% [markdown]
 # How to read such logs:
@@ -754,7 +758,9 @@ if several:
         print(f"{check:15} {verdict}")
 
 # %% [markdown]
-# *Equal* is asked of updates, gradients, parameters and rates. *Apart* is as it should be for samples.
+# *Equal* is asked of updates, gradients, parameters and rates. *Apart* is as it should be for samples. *Equal* for the
+# loss means that it was reduced. *Not seen*: this net has no buffers, and nobody saved a file. Nothing draws random
+# numbers here; with dropout they should be apart.
 #
 # What is *not* averaged: **buffers**. A BatchNorm normalises by the statistics of its rank's samples, and its running
 # mean follows those.
@@ -883,7 +889,7 @@ print("warnings:", len(said))
 # **SLURM**, one task a machine, torchrun inside (a template; no cluster has seen it):
 #
 # ```
-# #!/bin/bash
+# # #!/bin/bash
 # #SBATCH --nodes=2
 # #SBATCH --ntasks-per-node=1
 # #SBATCH --cpus-per-task=8
@@ -1046,7 +1052,7 @@ lesson.check("global_gradient", global_gradient)
 # Put the lines of a worker in order.
 #
 # - A: `sampler.set_epoch(epoch)`
-# - B: `dist.barrier(); torch.save(net.state_dict(), path) if rank == 0 else None`
+# - B: `torch.save(net.state_dict(), path) if rank == 0 else None; dist.barrier()`
 # - C: `loss.backward()`
 # - D: `dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)`
 # - E: `dist.destroy_process_group()`
@@ -1055,7 +1061,7 @@ lesson.check("global_gradient", global_gradient)
 # - H: `loss = cross_entropy(model(x), y)` for the first batch of the epoch
 
 # %%
-order_of_lines = ...
+order_of_lines = ...  # a list of eight letters, ["…", "…", …]
 
 # %%
 lesson.check("line_order", order_of_lines)
@@ -1160,6 +1166,8 @@ mine = dx.train(config.override(change))
 batch = config.override(change)
 effective = batch.batch_size * batch.world_size * batch.accumulation_steps
 print(mine.status, "- effective batch kept:", effective == per_rank * world_size)
+if batch.world_size > 1:
+    print(dx.verify_ranks(mine)["verdict"][["batch", "parameters"]].to_dict())
 
 # %%
 lesson.score()

@@ -37,6 +37,10 @@ def scaled_loss_divides(losses, total, world_size):
     return losses.sum() / (total * world_size)
 
 
+def scaled_loss_upside_down(losses, total, world_size):
+    return losses.sum() * total / world_size
+
+
 def scaled_loss_mean_twice(losses, total, world_size):
     return losses.mean() * world_size / total
 
@@ -58,6 +62,10 @@ def global_gradient_rank_means(windows):
 
 def global_gradient_sum(windows):
     return sum(g * n for window in windows for g, n in window)
+
+
+def global_gradient_unweighted_sum(windows):
+    return sum(g for window in windows for g, _ in window)
 
 
 def global_gradient_rank_0(windows):
@@ -104,6 +112,9 @@ EXERCISES = (
                 scaled_loss_divides,
                 "the number of ranks is divided by twice now: here, and in the average. What undoes the second?",
             ),
+            Mistake(
+                scaled_loss_upside_down, "it grows with the number of samples. Which of the two numbers divides a mean?"
+            ),
             Mistake(scaled_loss_mean_twice, "the mean has divided by this rank's count already. Begin with a sum."),
         ),
     ),
@@ -125,6 +136,10 @@ EXERCISES = (
                 "right inside each rank, and then a mean of the ranks' means. Do all ranks hold equally many samples?",
             ),
             Mistake(global_gradient_sum, "a sum over samples. What makes a mean of it, and over how many ranks?"),
+            Mistake(
+                global_gradient_unweighted_sum,
+                "the counts play no part: the means were added. What turns a mean into a sum over its samples?",
+            ),
             Mistake(global_gradient_rank_0, "this is rank 0's window alone. Nothing was reduced."),
             Mistake(
                 global_gradient_last,
