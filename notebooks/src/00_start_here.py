@@ -528,7 +528,7 @@ except RuntimeError as error:
 # <td>What do AMP and gradient accumulation change, and when are they <i>not</i> equivalent?</td><td>core</td></tr>
 # <tr><td>07</td><td><a href="07_debugging_clinic.ipynb">07_debugging_clinic</a></td>
 # <td>Which stage is at fault: data, forward, loss, backward, update?</td><td>core</td></tr>
-# <tr><td>08</td><td>08_data_parallel · <i>planned</i></td>
+# <tr><td>08</td><td><a href="08_data_parallel.ipynb">08_data_parallel</a></td>
 # <td>How do I go to several processes without changing the result, and what is at fault in <i>comm</i>?</td>
 # <td>core</td></tr>
 # <tr><td>09</td><td>09_sharding · <i>planned</i></td>
@@ -540,7 +540,7 @@ except RuntimeError as error:
 # </table>
 #
 # **You are learning.** In order: 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08 → 10 → 11; 04 and 09 when you need them. Today
-# that is 00 → 01 → 02 → 03 → 05 → 06 → 07, and 04.
+# that is 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08, and 04.
 #
 # **You are an engineer with a run in trouble.** The table below, its probe, then the lesson that it names. If the
 # gradient itself is under suspicion, 02; if you have no run to compare with, 03. Then 07.
@@ -619,7 +619,7 @@ except RuntimeError as error:
 # total = sum(p.detach().double().sum().item() for p in model.parameters())
 # print(torch.distributed.get_rank(), total)
 # </pre>On each rank after the same step. Two numbers prove a drift; one number does not exclude it.</td>
-# <td>08 <i>planned</i></td></tr>
+# <td><a href="08_data_parallel.ipynb#comm">08</a></td></tr>
 # <tr><td>The model does not fit</td><td>any</td><td><pre>
 # size = sum(p.numel() * p.element_size() for p in model.parameters())
 # print(size / 2**20, "MiB of weights")
