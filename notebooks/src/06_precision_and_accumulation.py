@@ -10,7 +10,7 @@
 # - accumulate micro-batches into the gradient of the large batch, and name four places where that fails
 # - measure the memory of activations, and know what to do at out-of-memory, in order, with the price
 #
-# **Know before.** One step of training (03), what a learning rate does (05, planned).
+# **Know before.** One step of training (03), what a learning rate does (05).
 #
 # **Minutes.** 45
 #
@@ -204,6 +204,10 @@ axes[0, 0].axvspan(-24, math.log2(65504), color=plots.GREY, alpha=0.5, label="wh
 axes[0, 0].set(xlabel="log2 of a gradient's size", ylabel="gradients", xlim=(-40, 17))
 axes[0, 0].legend(frameon=False, loc="upper left", fontsize=8)
 plots.show(figure)
+
+# %% [markdown]
+# Much of the blue lies in the grey, and was lost all the same. What passes through float16 are the gradients of the
+# *activations*, one for each sample. A weight's gradient sums over 256 of them: each is far smaller, and falls first.
 
 # %%
 error = (half_gradient(65536) / 65536 - full).norm() / full.norm()
@@ -479,7 +483,8 @@ for name, size in sizes.items():
 # - `unscales_each` divides the sum so far once more at each micro-batch. In effect only the last micro-batch is left:
 #   a step in another direction (off by more than half), of plausible size, and **silent**. Without its `update()` torch
 #   raises.
-# - `clears_late` moves nothing at all, and is **silent**. (With momentum or weight decay it even moves.)
+# - `clears_late` moves nothing at all, and is **silent**. (With
+#   `zero_grad(set_to_none=False)` weight decay, or a momentum that has a history, even moves the weights.)
 # - `never_updates` makes one right step. What does it do at the second?
 
 # %%
@@ -898,7 +903,7 @@ print("parameters without a gradient:", sum(p.grad is None for p in deep.paramet
 # | 2 | a smaller batch, accumulated to the same one | time; the four places of section 7 |
 # | 3 | autocast in bfloat16 (float16 with a scaler) | digits; sections 2 to 5 |
 # | 4 | checkpointing | one more forward pass, about a third of a step |
-# | 5 | an optimizer with less state: SGD with momentum has one moment, Adam two | another tuning (05, planned) |
+# | 5 | an optimizer with less state: SGD with momentum has one moment, Adam two | another tuning (05) |
 # | 6 | shard weights, gradients and state over devices | communication (09, planned) |
 #
 # What does not help: `torch.cuda.empty_cache()` gives back blocks that nobody uses, and `del` of a name frees nothing
@@ -949,7 +954,7 @@ with dx.watch(net, optimizer) as w:
     await dx.live(w).run(loop(net, optimizer, scaler, DTYPES[precision], accumulation_steps))
 
 # %% [markdown]
-# (The loss in the picture is a micro-batch's share: with two of them it starts near ln 10 / 2.)
+# (Each micro-batch has a share of the loss; the picture shows their sum, which starts near ln 10.)
 #
 # The same seed in plain float32, one batch of 64 at a time. How far apart do the two runs end?
 
@@ -1260,7 +1265,7 @@ print("1e-8 in float16:", torch.tensor(1e-8).half().item(), "  0/(√0 + 0):", (
 
 # %% [markdown]
 # **Open task.** The run of section 10 in another precision, or with other micro-batches: change the parameters cell,
-# predict which numbers of `dx.result` below stay within their bounds, and run the lesson from the command line, so
+# predict which numbers of `dx.result` below change, and run the lesson from the command line, so
 # that the run is recorded: `dxdy run 06 -p precision=bf16 -p accumulation_steps=4`.
 
 # %%
