@@ -468,8 +468,8 @@ weight = (1 / sizes[-1]) / (1 / sizes[0])
 lesson.reveal("In a mean of means, a sample of the 8 counts how many times as much as one of the 32?", weight)
 
 # %% [markdown]
-# The gradient of the mean of means is off by a large part of its own length, and points elsewhere. No error, no
-# warning; at the end of an epoch it happens once, with filtered samples at every step.
+# The gradient of the mean of means is off by a large part of its own length, and there is no error and no warning. At
+# the end of an epoch it happens once, with filtered samples at every step.
 #
 # The remedy: each rank gives its *sum*, divided by the count of *all*, times `world_size`, since the average divides by
 # that once more. The count is one number: its `all_reduce` costs little. The loss to log comes out of the same two
