@@ -218,6 +218,9 @@ BAD = [
     ("a.csv", lambda p: p.write_bytes(b"step,loss\n\0\0\xff"), "neither a checkpoint nor a text table"),
     ("a.csv", lambda p: p.write_bytes(b"\xff\xfe1,2\n"), "neither a checkpoint nor a text table"),
     ("a.csv", lambda p: p.write_text("\n\n\n"), "no column of numbers is called loss"),
+    ("a.csv", lambda p: p.write_text("step,loss\n1,0.5\n2,n/a\n"), "column loss cannot be read: line 3 has 'n/a'"),
+    ("a.csv", lambda p: p.write_text("step;loss\n1;0,5\n"), "line 2 has '0,5', and a number is written like 1234.5"),
+    ("a.csv", lambda p: p.write_text("step,loss\n"), "column loss cannot be read: no cell has a number"),
     ("a.csv", lambda p: p.write_text("step,name\n1,a\n2,b\n"), "Columns: step, name"),
     ("a.csv", lambda p: p.write_text("1,2,3\n4,5,6\n"), "Columns: 0, 1, 2"),
     ("a.csv", lambda p: p.write_text("step,loss\n1,nan\n2,0.5\n3,inf\n"), "3 losses in column loss, fewer than two"),
@@ -231,6 +234,11 @@ def test_bad_input_is_one_clear_line_and_ends_with_2(here, capsys, name, make, w
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)
     assert words in err
+
+
+def test_losses_up_to_the_end_of_a_floats_range_have_a_picture(here):
+    (here / "a.csv").write_text("loss\n" + "".join(f"{sign}1e308\n" for sign in ("-", "") * 20))
+    assert inspect(here / "a.csv").saw["curve"] == "▁█" * 20
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

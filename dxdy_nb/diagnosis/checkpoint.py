@@ -320,7 +320,9 @@ def _frozen(path: Path, later: Part, names: Names) -> Iterator[Finding]:
     before = {WRAPPERS.sub("", name): t for name, t in earlier.state.items()}
     pairs = {n: (before[key], later.state[n]) for n in _parameters(later) if (key := WRAPPERS.sub("", n)) in before}
     if not pairs:
-        raise DxdyError(f"inspect: {path.name} and {later.file.name} have no tensor of one name: nothing to compare.")
+        raise DxdyError(
+            f"inspect: {path.name} and {later.file.name} have no dense real tensor of one name: nothing to compare."
+        )
     same = [n for n, pair in pairs.items() if _same_bits(*pair)]
     if same:
         owned = [n for n in same if n in names.values()]

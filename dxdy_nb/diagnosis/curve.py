@@ -90,6 +90,14 @@ def _read(path: Path) -> Curve:
     columns, lines = _table(path)
     numeric = {n: c for n, c in columns.items() if any(c) and all(not x or _number(x) is not None for x in c)}
     column = _named(numeric, NAMES) or next((name for name in numeric if list(columns) == [name]), None)
+    if column is None and (named := _named(columns, NAMES)) is not None:
+        at, odd = next(
+            ((n, x) for n, x in zip(lines, columns[named], strict=True) if _number(x) is None and x), (0, "")
+        )
+        seen = (
+            f"line {at + 1} has {odd!r}, and a number is written like 1234.5, or nan" if odd else "no cell has a number"
+        )
+        raise DxdyError(f"inspect: {path}: column {named} cannot be read: {seen}.")
     if column is None:
         raise DxdyError(
             f"inspect: {path}: no column of numbers is called loss or like it. Columns: {listed(columns, 8)}."
@@ -135,6 +143,7 @@ def _named(columns: dict[str, Any], patterns: tuple[str, ...]) -> str | None:
 
 def _picture(losses: Numbers) -> str:
     middles = np.array([np.median(part) for part in np.array_split(losses, min(60, len(losses)))])
+    middles = middles / max(np.abs(middles).max(), 1.0)  # the difference of two numbers of 1e308 is infinite
     low, high = middles.min(), middles.max()
     return "".join(BARS[int(7.99 * (value - low) / (high - low))] if high > low else BARS[0] for value in middles)
 
