@@ -166,6 +166,12 @@ def test_targets_that_cannot_be_shuffled_and_losses_that_are_no_number_cannot_te
     assert (found.verdict, found.reason) == ("cannot tell", "The loss is nan.")
 
 
+def test_a_hessian_that_is_not_finite_cannot_tell():
+    found = dx.sharpness(model=trained(), loss_fn=lambda o, y: 1 + (o - o.detach()).abs().sqrt().mean(), batch=BATCH)
+    assert (found.verdict, found.iterations, found.critical_rate) == ("cannot tell", 1, None)
+    assert found.reason.startswith("The loss is 1, and its Hessian is not finite here")
+
+
 def test_a_linear_loss_has_no_curvature():
     model = nn.Linear(2, 1, bias=False)
     found = dx.sharpness(model=model, loss_fn=lambda o, y: (o[:, 0] * y).mean(), batch=(BATCH[0], BATCH[1]))
@@ -198,6 +204,9 @@ def test_bad_input_is_told_in_a_sentence():
     for change, match in (
         ({"batch": BATCH[0]}, r"batch: expected a pair \(x, y\), got Tensor"),
         ({"loss_fn": nn.CrossEntropyLoss(reduction="none")}, "loss_fn: expected one number, got shape"),
+        ({"loss_fn": None}, "loss_fn: expected a function .*, got NoneType"),
+        ({"iterations": 0}, "iterations: expected a whole number from 1 on, got 0"),
+        ({"iterations": "3"}, "iterations: .*got '3'"),
         ({"model": trained(steps=0).requires_grad_(False)}, "no parameter requires a gradient"),
     ):
         with pytest.raises(dx.DxdyError, match=match):

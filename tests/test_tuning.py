@@ -234,10 +234,16 @@ def ask(change, match):
 
 
 def test_bad_input_is_told_in_a_sentence():
-    ask(lambda g: {"low": 1.0, "high": 0.1}, "low, high, steps: expected 0 < low < high and .*, got 1, 0.1 and 100")
+    ask(lambda g: {"low": 1.0, "high": 0.1}, "low, high, steps: expected 0 < low < high and .*, got 1.0, 0.1 and 100")
     ask(lambda g: {"low": 0.1, "high": 0.1}, "expected 0 < low < high")
-    ask(lambda g: {"low": math.nan}, "got nan, 10 and 100")
-    ask(lambda g: {"steps": 10}, "at least 50 steps, got 1e-07, 10 and 10")
+    ask(lambda g: {"low": math.nan}, "got nan, 10.0 and 100")
+    ask(lambda g: {"steps": 10}, "at least 50 steps, got 1e-07, 10.0 and 10")
+    ask(lambda g: {"low": "1e-4"}, "got '1e-4', 10.0 and 100")
+    ask(lambda g: {"steps": 60.5}, "at least 50 steps, got 1e-07, 10.0 and 60.5")
+    for bound in (0, -1.0, math.nan, "1"):
+        ask(lambda g, bound=bound: {"max_grad_norm": bound}, f"max_grad_norm: .*got {bound!r}")
+    ask(lambda g: {"loss_fn": None}, "loss_fn: expected a function .*, got NoneType")
+    ask(lambda g: {"optimizer": torch.optim.LBFGS(g["model"].parameters())}, "optimizer: LBFGS asks for the loss")
     ask(lambda g: {"loader": iter(g["loader"])}, "loader: expected batches that can be read again")
     ask(lambda g: {"loader": (batch for batch in g["loader"])}, "loader: .*got generator")
     ask(lambda g: {"loader": g["loader"][:1]}, "at least two batches a pass, got 1")
@@ -251,6 +257,17 @@ def test_bad_input_is_told_in_a_sentence():
     ask(lambda g: {"model": g["model"].requires_grad_(False)}, "model: no parameter requires a gradient")
     ask(lambda g: {"loss_fn": nn.MSELoss(reduction="none")}, r"one number, got a tensor of shape \(16, 1\)")
     ask(lambda g: {"loss_fn": lambda output, y: 1.0}, "one number, got float")
+
+
+def test_a_search_refuses_what_is_no_configuration_and_no_number_of_steps():
+    for given, steps, match in (
+        ({"lr": 1}, 30, "expected a dx.RunConfig as config, got dict"),
+        (SPIRALS, "a", "got 'a'"),
+    ):
+        with pytest.raises(dx.DxdyError, match=match):
+            dx.lr_search(given, steps=steps)
+    with pytest.raises(dx.DxdyError, match=r"max_steps: .*got 'a'"):
+        dx.lr_search(SPIRALS.override({"max_steps": 3}), steps="a")
 
 
 def test_a_loader_that_is_empty_when_read_again_is_told():

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -70,7 +71,8 @@ def sharpness(
     Raises
     ------
     DxdyError
-        No pair as batch, no trainable parameter, a loss that is no single number, a model that cannot work in float64.
+        No pair as batch, no function as loss, no number from 1 on as iterations, no trainable parameter, a loss that is
+        no single number, a model that cannot work in float64.
 
     Notes
     -----
@@ -90,6 +92,10 @@ def sharpness(
     """
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         raise DxdyError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
+    if not callable(loss_fn):
+        raise DxdyError(f"loss_fn: expected a function of (model(x), y), got {type(loss_fn).__name__}.")
+    if not isinstance(iterations, Integral) or iterations < 1:
+        raise DxdyError(f"iterations: expected a whole number from 1 on, got {iterations!r}.")
     # The fast kernels of attention have no second derivative.
     with copies.untouched(), sdpa_kernel(SDPBackend.MATH):
         loss = copies.of_model(model, loss_fn, batch, seed)
@@ -126,6 +132,8 @@ def _reason(
     tied = [name or "model" for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if tied:
         return f"{tied[0]} is a BatchNorm in training mode, which ties the samples together: call model.eval() first."
+    if math.isnan(residual):
+        return f"The loss is {value:.3g}, and its Hessian is not finite here, as that of a root is at zero."
     if residual > TOO_MUCH:
         return f"After {count} iterations the residual is {residual:.1g} of the largest |λ|: allow more iterations."
     if math.isnan(chance):
@@ -143,7 +151,8 @@ def _reason(
 def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, most: int) -> tuple[float, float, float, int]:
     """Return the largest and the smallest eigenvalue of a symmetric matrix, their residual, and the products it took.
 
-    The residual is the larger one of the two, in units of the largest |eigenvalue|.
+    The residual is the larger one of the two, in units of the largest |eigenvalue|. All are NaN where a product is not
+    finite.
 
     Parameters
     ----------
@@ -163,6 +172,8 @@ def lanczos(product: Callable[[Tensor], Tensor], start: Tensor, most: int) -> tu
     beside: list[float] = []
     while True:
         w = product(basis[-1])
+        if not w.isfinite().all():
+            return math.nan, math.nan, math.nan, len(basis)
         diagonal.append(float(w @ basis[-1]))
         for q in (*basis, *basis):  # twice is enough to keep all of them orthogonal
             w = w - q * (q @ w)

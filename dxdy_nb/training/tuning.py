@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,7 +90,8 @@ def lr_range_test(
     ------
     DxdyError
         A ramp that does not rise, a loader without at least two batches or one that can be read only once, an optimizer
-        that owns none of the model's trainable parameters, a loss that is no single number.
+        that owns none of the model's trainable parameters or is LBFGS, a bound on gradients that is not above zero, a
+        loss that is no single number.
 
     Notes
     -----
@@ -105,6 +107,10 @@ def lr_range_test(
     True
     """
     _ask(model, loader, optimizer, low, high, steps)
+    if not callable(loss_fn):
+        raise DxdyError(f"loss_fn: expected a function of (model(x), y), got {type(loss_fn).__name__}.")
+    if not (max_grad_norm is None or (isinstance(max_grad_norm, Real) and max_grad_norm > 0)):
+        raise DxdyError(f"max_grad_norm: expected a number above 0, or None, got {max_grad_norm!r}.")
 
     def number(output: Any, target: Any) -> Tensor:
         loss = loss_fn(output, target)
@@ -131,12 +137,15 @@ def _ask(model: Any, loader: Any, optimizer: Any, low: float, high: float, steps
     for name, given, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(given, kind):
             raise DxdyError(f"{name}: expected a {kind.__name__}, got {type(given).__name__}.")
-    if not 0 < low < high < math.inf or steps < FEWEST:
-        seen = f"{low:g}, {high:g} and {steps}"
+    numbers = isinstance(low, Real) and isinstance(high, Real) and isinstance(steps, Integral)
+    if not numbers or not 0 < low < high < math.inf or steps < FEWEST:
+        seen = f"{low!r}, {high!r} and {steps!r}"
         raise DxdyError(f"low, high, steps: expected 0 < low < high and at least {FEWEST} steps, got {seen}.")
     if not hasattr(loader, "__iter__") or is_one_shot(loader):
         seen = type(loader).__name__
         raise DxdyError(f"loader: expected batches that can be read again, as a DataLoader's or a list's; got {seen}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise DxdyError("optimizer: LBFGS asks for the loss several times a step. Give another, or a rate by hand.")
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     if not trainable:
         raise DxdyError("model: no parameter requires a gradient. Call requires_grad_() on those that are to learn.")
@@ -289,7 +298,10 @@ def lr_search(config: RunConfig, *, steps: int = 150, out: str | Path | None = N
     >>> 0.01 < search.best < 10
     True
     """
-    config = config.override({"max_steps": min(steps, config.max_steps or steps)})
+    if not isinstance(config, RunConfig):
+        raise DxdyError(f"lr_search: expected a dx.RunConfig as config, got {type(config).__name__}.")
+    short = config.override({"max_steps": steps}).max_steps  # a number now, or refused
+    config = config.override({"max_steps": min(filter(None, (short, config.max_steps)), default=None)})
     bracket = _bracket(config)
     runs: dict[float, Run] = {}
     waiting = _grid(bracket)
