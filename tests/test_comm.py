@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 
 import pandas as pd
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import dxdy_nb as dx
 from dxdy_nb.cli import main
+from dxdy_nb.diagnosis import ranks
 from dxdy_nb.diagnosis.comm import RULES, doing
 from dxdy_nb.ranks.log import checksum, logged, read, sketch
 from dxdy_nb.ranks.verify import Ranks
@@ -88,6 +90,43 @@ def test_a_watch_on_ranks_keeps_no_run(capsys):
     assert main(["watch", "--nproc-per-node", "2", "--steps", "3", "train.py"]) == 2
     assert main(["watch", "--nproc-per-node", "2", "missing.py"]) == 2
     assert "no such script" in capsys.readouterr().err
+
+
+def test_logs_without_a_step_are_not_said_to_be_equal(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    logs = [tmp_path / "ranks" / f"rank{rank}.jsonl" for rank in (0, 1)]
+    for log in logs:
+        log.touch()
+    with pytest.raises(dx.DxdyError, match="the logs hold no step of any rank"):
+        dx.verify_ranks(tmp_path)
+    for log in logs:
+        log.write_text(json.dumps({"event": "forward", "device": "cpu", "samples": 8, "grad": True}) + "\n")
+    verdicts = dx.verify_ranks(tmp_path)["verdict"]
+    assert (verdicts["gradients"], verdicts["parameters"], verdicts["batch"]) == ("not seen", "not seen", "equal")
+
+
+def test_a_diagnosis_of_ranks_has_a_limit_in_seconds():
+    for limit in (None, "x", 0, float("inf")):
+        with pytest.raises(dx.DxdyError, match=r"expected (time_limit|timeout|stall) in seconds"):
+            dx.diagnose_ranks(rank_workers.train, time_limit=limit)
+
+
+@pytest.mark.parametrize(("end", "code"), [("-1", 255), ("3", 3), ("None", 0), ("'no data'", 1)])
+def test_an_exit_code_of_a_script_is_what_a_shell_sees(tmp_path, monkeypatch, end, code):
+    monkeypatch.setattr(sys, "argv", ["dxdy"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "script.py").write_text(f"import sys; sys.exit({end})")
+    assert ranks._run(0, 2, "", str(tmp_path / "script.py"), [], False) == code
+
+
+def test_a_run_on_ranks_that_never_begins_says_why_and_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = dx.RunConfig(data="spirals", model="mlp", world_size=2, accumulation_steps=10**6, device="cpu")
+    with pytest.raises(dx.DxdyError, match="expected world_size from 1 to"):
+        dx.train(config.override({"world_size": 4096}))
+    with pytest.raises(dx.DxdyError, match="accumulation_steps: an epoch has"):
+        dx.train(config)
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_checksums_are_of_bits_and_sketches_of_values():

@@ -70,6 +70,10 @@ def _diagnosed(
 ) -> tuple[Report, int]:
     if not isinstance(world_size, int) or world_size < 2:
         raise DxdyError(f"diagnose_ranks: world_size is 2 or more, got {world_size!r}. One process: dx.diagnose.")
+    if time_limit is None:
+        raise DxdyError(
+            "diagnose_ranks: expected time_limit in seconds, got None: ranks that wait would never be ended."
+        )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dxdy-ranks-") as folder:
         failures, code = {}, 0
@@ -134,8 +138,11 @@ def _run(rank: int, world_size: int, init_method: str, target: str, args: list[s
             runpy.run_path(target, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
-            print(end.code, file=sys.stderr)
-            return end.code if isinstance(end.code, int) else 1
+            if not isinstance(end.code, int):
+                print(end.code, file=sys.stderr)
+                return 1
+            print(f"exit code {end.code}", file=sys.stderr)
+            return end.code & 0xFF  # as a shell sees it: -1 is 255
     return 0
 
 

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
+from numbers import Real
 from typing import IO, Any
 
 from dxdy_nb.errors import DxdyError
@@ -73,7 +74,8 @@ def launch(
         raise DxdyError(f"launch: expected a function, got a {type(function).__name__}.")
     threads = _threads(world_size)
     for name, value in {"timeout": timeout, "stall": stall}.items():
-        if value is not None and not value > 0:
+        unlimited = value is None and name == "stall"
+        if not unlimited and not (isinstance(value, Real) and 0 < value < math.inf):
             raise DxdyError(f"launch: expected {name} in seconds, above 0, got {value!r}.")
     call = packed({getattr(function, "__name__", "the function"): function, "arguments": args})
     if not _POOL.lock.acquire(blocking=False):

@@ -88,7 +88,7 @@ def verify_ranks(run: "Run | str | Path") -> "pd.DataFrame":
     Raises
     ------
     DxdyError
-        The run was made on one rank, or its folder holds no logs.
+        The run was made on one rank, or its folder holds no logs, or these no step.
     """
     import pandas as pd
 
@@ -96,6 +96,8 @@ def verify_ranks(run: "Run | str | Path") -> "pd.DataFrame":
     ranks = of_folder(folder)
     if len(ranks.logs) < 2:
         raise DxdyError(f"{folder}: no logs of several ranks here. Train with RunConfig(world_size=2).")
+    if not ranks.any("forward"):
+        raise DxdyError(f"{folder}: the logs hold no step of any rank: the run ended before its first one.")
     rows = [(check, *verdict) for check, verdict in _checks(ranks)]
     return pd.DataFrame(rows, columns=["check", "verdict", "seen"]).set_index("check")
 
@@ -113,7 +115,13 @@ def _checks(ranks: Ranks) -> Iterator[tuple[str, tuple[str, str]]]:
         rounds = ranks.rounds("update")
         wrong = [i for i, events in enumerate(rounds) if differing([e[f"all_{what}"] for e in events])]
         seen = f"bit-identical at {len(rounds) - len(wrong)} of {len(rounds)} updates"
-        yield what, ("different" if wrong else "equal", seen + (f", first not at update {wrong[0]}" if wrong else ""))
+        yield (
+            what,
+            (
+                "different" if wrong else "equal" if rounds else "not seen",
+                seen + (f", first not at update {wrong[0]}" if wrong else ""),
+            ),
+        )
     yield "loss", _loss(ranks)
     ends = ranks.rounds("end")
     states = [e["buffers"] for e in ends[-1]] if ends else [{}]

@@ -77,7 +77,10 @@ def _launched(config: RunConfig, folder: Path) -> Run:
     try:
         return launch(_train_here, config, folder, world_size=config.world_size)[0]
     except BaseException as error:
-        end(folder, error)  # a rank knows only of its own end
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # it is empty: no rank came as far as a record
+        if (folder / "result.json").exists():
+            end(folder, error)  # a rank knows only of its own end
         raise
 
 
