@@ -223,6 +223,7 @@ def _owned(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Return whether two states hold the same under the same names, tensors bit for bit."""
     return a.keys() == b.keys() and all(
         torch.equal(v, b[k])
         if torch.is_tensor(v) and torch.is_tensor(b[k]) and v.shape == b[k].shape

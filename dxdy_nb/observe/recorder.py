@@ -233,7 +233,7 @@ class Recorder:
         if self._stepping:  # an optimizer made of others
             return
         row = self._row
-        row.ended = perf_counter()
+        row.end(perf_counter())
         row.update_time += row.ended - row.inside()
         self._steps += 1
         found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer decides by itself, on the device
@@ -253,7 +253,7 @@ class Recorder:
         with self._unseen():
             yield
         if self._steps == steps:
-            row.ended = perf_counter()
+            row.end(perf_counter())
             self._stepped(row, optimizer, False)
 
     @contextmanager
@@ -373,7 +373,7 @@ class Recorder:
         row = self._row
         if row.measured is not None and not (self._seen or self._stepping) and self._moved(row):
             row.outcomes.append(True)
-            row.ended = perf_counter()
+            row.end(perf_counter())
         if row.outcomes:
             self._close()
 
@@ -476,9 +476,11 @@ class Recorder:
 
     def _close(self) -> None:
         """End the row that is under way, and begin another."""
-        row, now = self._row, perf_counter()
+        row = self._row
         self._measure_once(row)
-        row.step_time = (row.ended or now) - row.started - row.own
+        if not row.ended:
+            row.end(perf_counter())
+        row.step_time = row.ended - row.started - row.own_until
         row.memory = self._memory_now()
         if row.items:
             self._tell("item", value=row.items)

@@ -25,6 +25,7 @@ class Row:
     started: float = 0.0
     ended: float = 0.0  # when the last optimizer's step ended
     own: float = 0.0  # what monitoring took
+    own_until: float = 0.0  # what it had taken when that step ended: it goes on after it
     data_time: float = 0.0
     forward_time: float = 0.0
     backward_time: float = 0.0
@@ -70,6 +71,10 @@ class Row:
     def begun(self) -> bool:
         """Whether a training forward or a backward belongs to it."""
         return bool(self.samples or self.backwards)
+
+    def end(self, now: float) -> None:
+        """Note when the last optimizer's step has ended."""
+        self.ended, self.own_until = now, self.own
 
     def inside(self) -> float:
         """Return the seconds of what may happen within an optimizer's step and is counted elsewhere."""
