@@ -98,7 +98,9 @@ def test_everything_is_put_back_bit_by_bit(optimizer, ramp):
     model = given["model"]
     model[4].eval()
     before, gradients = state(given), [p.grad for p in model.parameters()]
-    assert dx.lr_range_test(**given) is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whether there is a bracket is another question
+        dx.lr_range_test(**given)
     assert len(ramp) > 50 and not torch.equal(ramp[-1][1], model[0].weight)
     assert same(state(given), before)
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
