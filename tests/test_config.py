@@ -20,6 +20,7 @@ BASE = {"data": "spirals", "model": "mlp", "epochs": 2, "batch_size": 100}
 # A field, a value that BASE does not have, and the column of the record that it must change.
 CHANGES = [
     ("seed", 1, "loss"),
+    ("world_size", 2, "effective_batch"),
     ("data", "digits", "loss"),
     ("model", "cnn", "loss"),
     ("loss", "mse", "loss"),
@@ -102,6 +103,8 @@ def test_device_decides_where_the_model_lives(here, monkeypatch):
     where = []
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: where.append(device) or model)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for name in ("cpu", "cuda", "auto"):
         monkeypatch.setattr("dxdy_nb.training.loop.pick_optimizer", lambda config, model: 1 / 0)  # far enough
         with pytest.raises(ZeroDivisionError):
@@ -134,7 +137,7 @@ def test_an_unknown_key_is_named_with_what_was_meant(key, meant):
 
 
 def test_an_unknown_key_that_resembles_nothing_lists_what_is_known():
-    with says("^qqq: unknown. Known: accumulation_steps, batch_size, data, .*, weight_decay[.]$"):
+    with says("^qqq: unknown. Known: accumulation_steps, batch_size, data, .*, world_size[.]$"):
         dx.RunConfig().override({"qqq": 1})
 
 
