@@ -346,7 +346,7 @@ def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
         reading.kind == "cross_entropy"
         and reading.direct
         and targets
-        and not targets[0].is_floating_point()
+        and not any(y.is_floating_point() for y in targets)  # of some batches another loss's
         and reading.output.dim() > 1
     ):
         classes, ignored = reading.output.size(1), getattr(reading.node, "_saved_ignore_index", -100)
