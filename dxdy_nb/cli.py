@@ -205,6 +205,8 @@ def _watch_ranks(options: argparse.Namespace, name: str, arguments: Sequence[str
         raise DxdyError("watch --nproc-per-node: takes no --out and no --steps: it compares ranks, and keeps no run.")
     if options.module is None and not Path(name).is_file():
         raise DxdyError(f"watch: {name}: no such script.")
+    if options.json and not options.json.parent.is_dir():
+        raise DxdyError(f"watch: {options.json}: there is no folder {options.json.parent} to write it to.")
     report, code = diagnose_script(name, arguments, options.nproc_per_node, module=options.module is not None)
     print(report, file=sys.stderr)
     if options.json:

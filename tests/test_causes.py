@@ -9,7 +9,7 @@ from dxdy_nb.diagnosis.report import STAGES, causes
 
 HERE = Path(__file__).resolve().parents[1]
 LESSONS = [p for p in sorted((HERE / "notebooks" / "src").glob("[0-9][0-9]_*.py")) if not p.stem.endswith("_exercises")]
-RULES = [path for path in sorted((HERE / "dxdy_nb" / "diagnosis").glob("*.py")) if path.stem != "trials"]
+RULES = [path for path in sorted((HERE / "dxdy_nb" / "diagnosis").glob("*.py")) if path.stem != "fixes"]
 CODE = "\n".join(path.read_text() for path in RULES)
 NAMED = set(re.findall(r'"([a-z0-9]+(?:-[a-z0-9]+)+|exception)"', CODE))
 

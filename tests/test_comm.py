@@ -14,7 +14,8 @@ import dxdy_nb as dx
 from dxdy_nb.cli import main
 from dxdy_nb.diagnosis import ranks
 from dxdy_nb.diagnosis.comm import RULES, doing
-from dxdy_nb.ranks.log import checksum, logged, read, sketch
+from dxdy_nb.ranks.digest import checksum, sketch
+from dxdy_nb.ranks.log import logged, read
 from dxdy_nb.ranks.verify import Ranks
 
 FAULTS = {

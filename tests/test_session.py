@@ -158,17 +158,17 @@ def test_an_incomplete_place_is_an_error(env, seen, monkeypatch):
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch):
-    with pytest.raises(dx.DxdyError, match="expected 'auto', 'cpu' or 'cuda' as device, got 'gpu'"):
-        session_module._pick("gpu", 0)
+    with pytest.raises(dx.DxdyError, match="expected 'auto', 'cpu' or 'cuda', got 'gpu'"):
+        session_module.pick_device("gpu", 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    assert session_module._pick("auto", 1) == torch.device("cuda", 1)
-    assert session_module._pick("cpu", 1) == torch.device("cpu")
+    assert session_module.pick_device("auto", 1) == torch.device("cuda", 1)
+    assert session_module.pick_device("cpu", 1) == torch.device("cpu")
     with pytest.raises(dx.DxdyError, match="rank 2 of this machine has no GPU of its own; torch sees 2"):
-        session_module._pick("auto", 2)
+        session_module.pick_device("auto", 2)
     assert chosen == [1]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("SLURM_LOCALID", "3")
-    assert session_module._pick("auto", 3) == torch.device("cuda", 0)
+    assert session_module.pick_device("auto", 3) == torch.device("cuda", 0)

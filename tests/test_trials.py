@@ -13,11 +13,12 @@ from cases.builders import mlp, plain_step, regression, shuffled
 from torch import nn
 
 import dxdy_nb as dx
-from dxdy_nb.diagnosis import trials
+from dxdy_nb.diagnosis import fixes
+from dxdy_nb.diagnosis.fixes import FIXES, Fix, fixes_for
 from dxdy_nb.diagnosis.probes import Experiment
 from dxdy_nb.diagnosis.report import causes
 from dxdy_nb.diagnosis.subject import subject_of
-from dxdy_nb.diagnosis.trials import FIXES, Fix, fixes_for, tried
+from dxdy_nb.diagnosis.trials import tried
 
 # One of every kind of change: batches, the forward, the loss, the step, the optimizer, the weights, the checkpoint.
 SPREAD = (
@@ -118,7 +119,7 @@ def test_what_was_not_there_before_is_not_confirmed(name):
 
 def test_a_cause_that_is_gone_because_nothing_trains_any_more_is_not_confirmed():
     experiment, rule, finding = judged("softmax-then-ce")
-    silent = Fix("", "outputs of zero", trials._forward(trials._then(lambda out: 0 * out)))
+    silent = Fix("", "outputs of zero", fixes._forward(fixes._then(lambda out: 0 * out)))
     trial = tried(experiment, rule, finding, [silent])
     assert trial.after.startswith("not found") and not trial.confirmed
     assert tried(

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from dxdy_nb.diagnosis.report import Finding, Stage, found, listed
+from dxdy_nb.ranks.failure import LOST
 from dxdy_nb.ranks.log import Event, named
 from dxdy_nb.ranks.verify import Ranks, differing, is_number, windows
 
 CLOSE = 1e-4  # relative: two reductions of the same numbers in another order
 UNEVEN = 2.0  # times as many samples as another rank: what an error in the weights of samples is called an error
-# Torch's words (2.13) of a rank that lost its peer: the cause lies with the other.
-VICTIM = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "roken pipe", "onnection refused")
 WORDS = {
     "Expected to have finished reduction in the prior iteration": "unused-params-error",
     "appears not to match sizes of the same param": "models-differ",
@@ -45,7 +44,7 @@ def failures(ranks: Ranks) -> Iterator[Finding]:
                 yield found(cause, named(event["line"]), f"rank {rank} raised {event['type']}: {event['text'][:160]}")
                 return
     parted = out_of_step(ranks)
-    own = {r: e for r, e in raised.items() if not any(words in e["all"] for words in VICTIM)}
+    own = {r: e for r, e in raised.items() if not LOST.search(e["all"])}
     if own:
         rank, event = next(iter(own.items()))
         stage = DOING.get(last(ranks.logs[rank]).get("event", ""), ("comm", ""))[0]

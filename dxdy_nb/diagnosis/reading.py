@@ -172,4 +172,4 @@ def read_loss(experiment: "Experiment") -> Reading | None:
     if divergence.given is not None:
         kind, node = "kl_div", divergence
     (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True, retain_graph=True)
-    return Reading(kind, node, leaf.detach(), float(loss.detach()), gradient, experiment.target)
+    return Reading(kind, node, output, float(loss.detach()), gradient, experiment.target)

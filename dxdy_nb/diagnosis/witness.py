@@ -134,7 +134,8 @@ class Witness:
             step.key = batch_key(step.batch)
         called = [(call.args, call.kwargs, call.output) for call in (*step.calls, *step.losses)]
         self._held += sum(t.numel() * t.element_size() for t in tensors_in((step.batch, called)))
-        drop = step.index >= KEPT and step.error is None and self._held > self._may_hold
+        kept = KEPT if self._may_hold else 0
+        drop = step.index >= kept and step.error is None and self._held > self._may_hold
         for call in (*step.calls, *step.losses):
             if drop:
                 call.args, call.kwargs, call.output = (), {}, None
@@ -325,7 +326,7 @@ class Witness:
             root.grad_fn.register_hook(marker)
             self._markers.append(weakref.ref(marker))
             del marker
-        if self.step.index < 2 * KEPT and self.step.root is None:
+        if self._may_hold and self.step.index < 2 * KEPT and self.step.root is None:
             self._read(root)
         self._in_backward = True
         try:
@@ -360,7 +361,7 @@ class Witness:
         """Note gradients and weights as an update finds them."""
         if not self.driven and self._hears():
             self.sequel.steps(optimizer, self.seen, self.subject, self._batch)
-        if self.deaf:
+        if self.deaf or not self._may_hold:
             return
         if not self.driven and not any(optimizer is o for o in self.subject.optimizers):
             self.subject = replace(self.subject, optimizers=(*self.subject.optimizers, optimizer))
@@ -483,7 +484,11 @@ class Witness:
 
 @contextmanager
 def recording(subject: Subject, held: int = HELD) -> Iterator[Witness]:
-    """Record what runs inside the block, and the warnings of it; ``held`` bounds the bytes of tensors that are kept."""
+    """Record what runs inside the block, and the warnings of it.
+
+    ``held`` bounds the bytes of tensors that are kept beside those of the first two steps; with 0 there are none at
+    all, and no notes of updates, which take copies of the weights: only losses.
+    """
     witness = Witness(subject, held=held)
     with warnings.catch_warnings(record=True) as caught, listening(witness):
         warnings.simplefilter("always")

@@ -11,7 +11,7 @@ from dxdy_nb.errors import DxdyError
 from dxdy_nb.ranks.worker import Beat, Failure
 
 # What gloo and nccl say where another rank is gone or late.
-_LOST = re.compile(
+LOST = re.compile(
     "Connection (closed|reset|refused)|Broken pipe|Timed out waiting|[Tt]imeout after|connectFullMesh failed"
     "|communicator was aborted|remote process exited"
 )
@@ -46,7 +46,7 @@ class Seen:
     @property
     def guilty(self) -> bool:
         """Whether it failed for a reason of its own."""
-        return bool(self.failure and (self.failure.died or not _LOST.search(self.failure.summary)))
+        return bool(self.failure and (self.failure.died or not LOST.search(self.failure.summary)))
 
     def __str__(self) -> str:
         beat, steps = self.beat, f" after {self.beat.steps} optimizer steps" if self.beat.steps else ""

@@ -18,7 +18,7 @@ from torch import Tensor
 from dxdy_nb.errors import DxdyError
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"  # the network interface that nobody else can reach
-_failed: list[dist.ProcessGroup | None] = []  # kept: their ends would wait for ranks that may never answer
+_held: list[dist.ProcessGroup | None] = []  # groups whose end is never waited for
 
 
 @dataclass(frozen=True)
@@ -82,21 +82,27 @@ def session(*, device: str = "auto", timeout: float = 60.0) -> Iterator[Session]
     if dist.is_initialized():
         rank = dist.get_rank()
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        yield Session(rank, dist.get_world_size(), local_rank, _pick(device, local_rank))
+        yield Session(rank, dist.get_world_size(), local_rank, pick_device(device, local_rank))
         return
     place = _place(os.environ)
     if place is None:
-        yield Session(0, 1, 0, _pick(device, 0))
+        yield Session(0, 1, 0, pick_device(device, 0))
         return
-    own = _pick(device, place.local_rank)
+    own = pick_device(device, place.local_rank)
     _join(place, timedelta(seconds=timeout))
     try:
         yield Session(*place[:3], own)
     except BaseException:
-        _failed.append(dist.group.WORLD)
+        hold()
         raise
     finally:
         leave()
+
+
+def hold() -> None:
+    """Keep the process group's object as long as this process: its end might wait for ranks, or threads, for ever."""
+    if dist.is_initialized():
+        _held.append(dist.group.WORLD)
 
 
 def leave() -> None:
@@ -148,13 +154,21 @@ def _place(env: Mapping[str, str]) -> _Place | None:
     )
 
 
-def _pick(name: str, local_rank: int) -> torch.device:
-    """Return this rank's device, and make a GPU the current one."""
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """Return this rank's device, and make a GPU the current one; ``auto`` is a GPU where there is one.
+
+    Raises
+    ------
+    DxdyError
+        ``cuda`` is asked for and not there; there are more ranks than GPUs on this machine.
+    """
     if name not in ("auto", "cpu", "cuda"):
-        raise DxdyError(f"session: expected 'auto', 'cpu' or 'cuda' as device, got {name!r}.")
+        raise DxdyError(f"device: expected 'auto', 'cpu' or 'cuda', got {name!r}.")
     gpus = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
     if gpus == 0 and name != "cuda":
         return torch.device("cpu")
+    if gpus == 0:
+        raise DxdyError("device: 'cuda' is asked for, but torch sees no GPU here. Use device='auto' or 'cpu'.")
     number = 0 if gpus == 1 and "SLURM_LOCALID" in os.environ else local_rank  # srun may show each task its GPU alone
     if number >= gpus:
         raise DxdyError(

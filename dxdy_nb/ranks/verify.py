@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.ranks.log import Event, read
+from dxdy_nb.runs.folder import RANKS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from dxdy_nb.runs.record import Run
 
 SMALL = 8  # elements of a tensor that holds counts or losses rather than gradients
-FOLDER = "ranks"  # of a run's folder: a log for each rank
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def verify_ranks(run: "Run | str | Path") -> "pd.DataFrame":
     """
     import pandas as pd
 
-    folder = Path(run if isinstance(run, str | Path) else run.folder) / FOLDER
+    folder = Path(run if isinstance(run, str | Path) else run.folder) / RANKS
     ranks = of_folder(folder)
     if len(ranks.logs) < 2:
         raise DxdyError(f"{folder}: no logs of several ranks here. Train with RunConfig(world_size=2).")

@@ -8,6 +8,8 @@ from dxdy_nb.errors import DxdyError
 
 FILES = ("config.yaml", "environment.json", "diff.patch", "result.json", "trace.json", "trace.bin", "notebook.ipynb")
 
+RANKS = "ranks"  # in a run's folder: a log of each rank, and the folders of all ranks but the first
+
 
 def new_folder(name: str, out: str | Path | None = None) -> Path:
     """Make and return a run's folder: ``out``, or ``runs/<id>/`` under the current directory.

@@ -23,7 +23,7 @@ from dxdy_nb.errors import DxdyError
 from dxdy_nb.observe import trace
 from dxdy_nb.runs import environment
 from dxdy_nb.runs.folder import FILES as FILES
-from dxdy_nb.runs.folder import held, not_writable
+from dxdy_nb.runs.folder import RANKS, held, not_writable
 from dxdy_nb.runs.folder import new_folder as new_folder
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Run:
     def steps(self) -> "pd.DataFrame":
         """One row a step: of several ranks the loss over all samples, and their number together."""
         steps = self.trace.steps
-        others = [trace.read(path.parent).steps for path in sorted(self.folder.glob("ranks/*/trace.json"))]
+        others = [trace.read(path.parent).steps for path in sorted(self.folder.glob(f"{RANKS}/*/trace.json"))]
         if others:
             counts = [one["effective_batch"] for one in (steps, *others)]
             losses = [one["loss"] * count for one, count in zip((steps, *others), counts, strict=True)]

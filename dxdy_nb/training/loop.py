@@ -21,8 +21,8 @@ from dxdy_nb.observe.observer import watch
 from dxdy_nb.ranks.log import logged
 from dxdy_nb.ranks.pool import launch
 from dxdy_nb.ranks.session import Session, session
-from dxdy_nb.ranks.verify import FOLDER
 from dxdy_nb.runs.environment import attended
+from dxdy_nb.runs.folder import RANKS
 from dxdy_nb.runs.record import Recorder, Run, end, new_folder, recorded, write_environment
 from dxdy_nb.training import datasets, models
 from dxdy_nb.training.muon import MuonAdamW
@@ -58,7 +58,6 @@ def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
     """
     if not isinstance(config, RunConfig):
         raise DxdyError(f"train: expected a dx.RunConfig as config, got {type(config).__name__}.")
-    pick_device(config.device)
     with session(device=config.device) as s:
         if s.world_size == config.world_size:
             return _train(config, out, s)
@@ -112,7 +111,7 @@ def _train(config: RunConfig, out: str | Path | None, s: Session) -> Run:
         write_environment(folder, model, data.train)
         trained: nn.Module = model
         if s.world_size > 1:
-            parallel.enter_context(logged(root / FOLDER / f"rank{s.rank}.jsonl", s.rank, close=0))
+            parallel.enter_context(logged(root / RANKS / f"rank{s.rank}.jsonl", s.rank, close=0))
             trained = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages every gradient
         with watch(model, optimizer, out=folder, budget=None):
             validation: list[dict[str, float]] = []
@@ -146,8 +145,8 @@ def _folders(config: RunConfig, out: str | Path | None, s: Session) -> tuple[Pat
         return Path(str(made[0])), Path(str(made[0]))
     dist.broadcast_object_list(made)
     root = Path(str(made[0]))
-    (root / FOLDER).mkdir(exist_ok=True)
-    return root, root if s.is_main else new_folder("", root / FOLDER / f"rank{s.rank}")
+    (root / RANKS).mkdir(exist_ok=True)
+    return root, root if s.is_main else new_folder("", root / RANKS / f"rank{s.rank}")
 
 
 def steps_per_epoch(batches: int, accumulation_steps: int) -> int:
@@ -271,21 +270,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def pick_device(name: str) -> torch.device:
-    """Return a device by name; ``auto`` is the GPU where there is one.
-
-    Raises
-    ------
-    DxdyError
-        ``cuda`` is asked for and not there.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise DxdyError("device: 'cuda' is asked for, but torch sees no GPU here. Use device='auto' or 'cpu'.")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
 
 
 def pick_loss(name: str) -> LossFn:

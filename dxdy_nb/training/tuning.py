@@ -21,10 +21,11 @@ from dxdy_nb.config import RunConfig
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.observe.batches import is_one_shot
 from dxdy_nb.observe.kept import kept
+from dxdy_nb.ranks.session import pick_device
 from dxdy_nb.runs.environment import attended
 from dxdy_nb.runs.record import Run
 from dxdy_nb.training import datasets, models
-from dxdy_nb.training.loop import pick_device, pick_loss, pick_optimizer, seed_everything, train, train_step
+from dxdy_nb.training.loop import pick_loss, pick_optimizer, seed_everything, train, train_step
 
 if TYPE_CHECKING:
     import pandas as pd

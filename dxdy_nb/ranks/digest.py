@@ -1,0 +1,64 @@
+"""Tensors as a few numbers that can be compared between ranks.
+
+A checksum says whether the bits are the same. Norm and projection on fixed random signs say more of gradients: "the
+same but for a factor", "the sum of these", "another".
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Sketch = tuple[float, float]  # norm and projection
+SAMPLED = 65_536  # elements of a tensor that a sketch reads
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """Return a number that is the same where the bits of these tensors are the same: one pass over memory.
+
+    Examples
+    --------
+    >>> checksum([torch.tensor([0.0, 1.0])]) == checksum([torch.tensor([0.0, 1.0])])
+    True
+    >>> checksum([torch.tensor([0.0])]) == checksum([torch.tensor([-0.0])])
+    False
+    """
+    total = 0
+    for t in tensors:
+        data = t.detach().reshape(-1).view(torch.uint8) if t.is_contiguous() else t.detach().flatten().view(torch.uint8)
+        whole = data.numel() // 8 * 8
+        words = data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()
+        # Sums that wrap round: exact, and in any order.
+        number = int(words.view(torch.int64).sum()) + 0x9E3779B1 * int(data[whole:].sum(dtype=torch.int64))
+        total = (total * 1_000_003 + number) & (2**62 - 1)
+    return total
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(size: int) -> Tensor:
+    return torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(size)).double() * 2 - 1
+
+
+def sketch(t: Tensor) -> Sketch:
+    """Return the norm of a tensor and its projection on fixed random signs, of at most 65,536 of its elements."""
+    flat = t.detach().flatten()
+    flat = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].double().cpu()
+    return float(flat.norm()), float(flat @ _signs(flat.numel()))
+
+
+def is_sharded(t: Tensor) -> bool:
+    """Return whether a rank holds only its part of a tensor."""
+    return hasattr(t, "placements")
+
+
+def sums(tensors: dict[str, Any]) -> dict[str, int]:
+    """Return the checksum of each tensor that is whole."""
+    return {n: checksum([t]) for n, t in tensors.items() if not is_sharded(t) and not t.is_sparse and t.numel()}
+
+
+def sketches(parameters: dict[str, Any]) -> dict[str, list[float]]:
+    """Return checksum, norm and projection of each gradient that is whole."""
+    graded = {n: p.grad for n, p in parameters.items() if p.grad is not None and not is_sharded(p)}
+    return {n: [checksum([g]), *sketch(g)] for n, g in graded.items() if not g.is_sparse and g.numel()}
