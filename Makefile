@@ -5,6 +5,7 @@
 #   make cases      every fault and every healthy set-up, on other random numbers (SEED=1)
 #   make notebooks  rebuild the lessons from their sources (NAMES="02_hand_check")
 #   make stress     kill training processes at random   (KILLS=20)
+#   make site       the lessons and the reference as pages, in build/site
 #   make nbval      compare every lesson with its stored outputs (NB=notebooks/02_hand_check.ipynb)
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ PYTEST := $(PY) -m pytest -q
 # Several threads gain nothing on nets as small as these, and on a busy machine they cost up to ten times the time.
 lab run test test-all unit cases stress notebooks nbval bench bench-watch: export OMP_NUM_THREADS ?= 1
 
-.PHONY: lab run test test-all lint unit cases stress notebooks notebooks-check nbval bench bench-watch clean
+.PHONY: lab run test test-all lint unit cases stress notebooks notebooks-check nbval bench bench-watch site clean
 
 lab: .venv/.installed
 	$(BIN)/dxdy lab $(ARGS)
@@ -30,7 +31,7 @@ run: .venv/.installed
 
 test: lint notebooks-check unit nbval
 
-test-all: lint notebooks-check nbval stress .venv/.installed-peers
+test-all: lint notebooks-check nbval stress .venv/.installed-peers .venv/.installed-site
 	$(PYTEST)
 
 lint: .venv/.installed-test
@@ -65,6 +66,11 @@ bench: .venv/.installed-test
 bench-watch: .venv-bench/.installed
 	.venv-bench/bin/python benchmarks/watch.py $(ARGS)
 
+# A warning is an error: a link that leads nowhere, a name that is not there.
+site: .venv/.installed-site
+	$(BIN)/sphinx-build -q -W --keep-going -b html -c docs . build/site
+	@echo "build/site/docs/index.html"
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed, as $(PYTHON). Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
@@ -81,6 +87,10 @@ bench-watch: .venv-bench/.installed
 
 .venv/.installed-peers: .venv/.installed-test
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[test,peers]"
+	@touch $@
+
+.venv/.installed-site: .venv/.installed
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable ".[site]"
 	@touch $@
 
 .venv-bench/.installed: pyproject.toml constraints.txt
