@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page
 
 from dxdy_nb.runs import lessons
 
-FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 WAIT = 120_000  # milliseconds: the machine may be busy
 LIVE = """
 import json, os, time, ipywidgets, torch, dxdy_nb as dx
@@ -116,16 +115,6 @@ def wait_for(process: subprocess.Popen, log: Path, root: Path) -> Lab:
             return Lab(printed[1], printed[2], root)
         time.sleep(0.2)
     raise AssertionError(f"JupyterLab did not come up:\n{log.read_text()}")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """A browser without a window; where none is installed the test is skipped, but never in CI."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("no chromium on this machine")
-    with sync_playwright() as playwright:
-        yield playwright.chromium.launch(executable_path=chromium, args=FLAGS)
 
 
 def open_notebook(browser: Browser, lab: Lab, name: str, kernel: bool = True) -> Page:
