@@ -39,6 +39,10 @@ ALIASES = {
     "dtype": "precision",
     "ranks": "world_size",
     "nproc": "world_size",
+    "workers": "num_workers",
+    "dataloader_num_workers": "num_workers",
+    "save_every": "checkpoint_every",
+    "save_steps": "checkpoint_every",
     "fp16": "precision",
     "bf16": "precision",
     "mixed_precision": "precision",
@@ -58,7 +62,10 @@ class RunConfig:
     """One run of the reference loop, as plain values.
 
     ``max_steps`` ends a run early whatever ``epochs`` says; ``validate_every`` counts epochs; ``max_steps``,
-    ``schedule`` and ``warmup_steps`` count optimizer steps, each over ``accumulation_steps`` batches. ``momentum`` is
+    ``schedule``, ``warmup_steps`` and ``checkpoint_every`` count optimizer steps, each over ``accumulation_steps``
+    batches. ``checkpoint_every`` adds checkpoints on the way, there and after each validation, to the one at the end of
+    a run (at null the only one). ``num_workers`` processes of each rank fetch its batches, and change no number (at 0
+    the rank does it itself). ``momentum`` is
     that of sgd and muon; muon moves the matrices of hidden layers, and leaves the rest to adamw. ``precision`` is that
     of training, with weights in fp32; validation and test run in fp32 always, so that their numbers compare.
     ``batch_size`` is that of one of ``world_size`` ranks. Values may come from YAML or a command line: ``1e-3`` as text
@@ -98,6 +105,8 @@ class RunConfig:
     max_steps: int | None = _number(None, 1, 10**9)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     world_size: int = _number(1, 1, 4096)
+    num_workers: int = _number(0, 0, 1024)
+    checkpoint_every: int | None = _number(None, 1, 10**9)
     validate_every: int = _number(1, 1, 10**6)
 
     def __new__(cls, **values: Any) -> Self:

@@ -1,6 +1,8 @@
 """Every field of a configuration changes the run; whatever is wrong with one is said at once and by name."""
 
+import contextlib
 import dataclasses
+import multiprocessing
 import resource
 from enum import StrEnum
 from types import SimpleNamespace
@@ -48,8 +50,19 @@ CHANGES = [
     ("epochs", 3, "step"),
     ("max_steps", 5, "step"),
     ("validate_every", 2, "validated"),
+    ("num_workers", 2, "fetched"),
+    ("checkpoint_every", 3, "checkpoints"),
 ]
 ALSO = {"model": {"data": "digits", "epochs": 1, "max_steps": 2}}  # what the field needs on both sides
+
+
+@contextlib.contextmanager
+def fetchers():
+    """Collect the processes that fetch batches."""
+    started, start = [], multiprocessing.Process.start
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.Process, "start", lambda process: started.append(process) or start(process))
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +73,12 @@ def record(tmp_path_factory):
     def run(changes):
         config = dx.RunConfig(**BASE | changes)
         if config not in known:
-            done = dx.train(config, out=tmp_path_factory.mktemp("run") / "run")
+            with fetchers() as fetched:
+                done = dx.train(config, out=tmp_path_factory.mktemp("run") / "run")
             columns = {name: done.steps[name].tolist() for name in ("loss", "lr", "effective_batch")}
+            saved = sorted(path.name for path in (done.folder / "checkpoints").glob("*.pt"))
             known[config] = columns | {"step": list(done.steps.index), "validated": list(done.validation.index)}
+            known[config] |= {"checkpoints": saved, "fetched": len(fetched)}
         return known[config]
 
     return run
@@ -137,7 +153,7 @@ def test_an_unknown_key_is_named_with_what_was_meant(key, meant):
 
 
 def test_an_unknown_key_that_resembles_nothing_lists_what_is_known():
-    with says("^qqq: unknown. Known: accumulation_steps, batch_size, data, .*, world_size[.]$"):
+    with says("^qqq: unknown. Known: accumulation_steps, batch_size, checkpoint_every, data, .*, world_size[.]$"):
         dx.RunConfig().override({"qqq": 1})
 
 

@@ -92,6 +92,7 @@ class Watch:
     blackbox, replay : what keeps the last steps, and what puts recorded ones in the loop's place
     witness : whether the first steps are heard in such detail that ``diagnose`` can judge them
     stop_after : the number of steps after which ``Enough`` (a ``SystemExit`` with code 0) ends the loop
+    first : the step from which the record in ``out`` goes on, where an earlier process made one
     """
 
     def __init__(
@@ -105,12 +106,14 @@ class Watch:
         replay: Replay | None = None,
         stop_after: int | None = None,
         witness: bool = False,
+        first: int | None = None,
     ) -> None:
         _check(model, optimizer)
         self.model, self.optimizer, self.out, self.budget = model, optimizer, out, budget
         self._found = Found(model, optimizer)
         self.blackbox: BlackBox | None = blackbox
         self._more: dict[str, Any] = {"blackbox": blackbox, "replay": replay, "stop_after": stop_after}
+        self._first = first
         self._recorder: Recorder | None = None
         self._wants_witness = witness
         self._witness: Witness | None = None
@@ -119,8 +122,8 @@ class Watch:
     def __enter__(self) -> Self:
         if self._recorder is not None:
             raise DxdyError("watch: this one was used already. Call dx.watch(...) again for another loop.")
-        writer = TraceWriter(self._found.layout, self.out)
-        self._recorder = Recorder(self._found, writer, self.budget, **self._more)
+        writer = TraceWriter(self._found.layout, self.out, self._first)
+        self._recorder = Recorder(self._found, writer, self.budget, **self._more, first=self._first or 0)
         if self._wants_witness:
             from dxdy_nb.diagnosis.witness import Witness, witnessing
 

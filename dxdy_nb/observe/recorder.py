@@ -50,6 +50,7 @@ class Recorder:
         blackbox: Any = None,
         replay: Any = None,
         stop_after: int | None = None,
+        first: int = 0,
     ) -> None:
         self.found, self.writer, self.events = found, writer, Events()
         self.schedulers: Named[LRScheduler] = Named()
@@ -57,11 +58,11 @@ class Recorder:
         self.loaders: dict[str, Loader] = {}
         self.given = frozenset() if found.given is None else frozenset({id(found.given)})
         self.active = True
-        self.count = 0  # rows
+        self.count = first  # rows, with those of an earlier process
         self._statistics, self._budget = Statistics(), Budget(budget)
         self._blackbox, self._replay, self._stop_after = blackbox, replay, stop_after
         self._named_loaders: Named[DataLoader[Any]] = Named()
-        self._row = Row()
+        self._row = Row(first)
         self._late: list[Row] = []  # rows whose numbers are still on their way from a GPU
         self._batch: Any = None  # the last one, if it names its samples
         self._loader = 0  # it came from

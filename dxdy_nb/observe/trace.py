@@ -83,11 +83,12 @@ class TraceWriter:
     ----------
     layout : the parameters of the first records; it may be empty, and it may change (``relayout``)
     folder : a run's folder, made where there is none; None keeps all in memory
+    first : the step from which a trace that is there already goes on; later records of it are cut off
 
     Raises
     ------
     DxdyError
-        The folder cannot be written, or already holds a trace.
+        The folder cannot be written, or already holds a trace (without ``first``).
 
     Examples
     --------
@@ -98,7 +99,7 @@ class TraceWriter:
     np.float64(1.0)
     """
 
-    def __init__(self, layout: Layout, folder: Path | None) -> None:
+    def __init__(self, layout: Layout, folder: Path | None, first: int | None = None) -> None:
         self.layout = layout
         self.folder = folder
         self._begun: Layout | None = None  # the layout of the records that are being written
@@ -106,8 +107,11 @@ class TraceWriter:
         self._in_memory: list[_Kept] = []
         self._file: int | None = None
         if folder is not None:
-            self._on_disk = [layout] if layout.parameters else []
-            self._file = _create(folder, self._on_disk)
+            if first is not None and (folder / "trace.json").exists():
+                self._on_disk, self._file = _cut(folder, first)
+            else:
+                self._on_disk = [layout] if layout.parameters else []
+                self._file = _create(folder, self._on_disk, new=first is None)
             self.folder = folder.absolute()  # the loop may go to another directory
 
     def relayout(self, layout: Layout) -> None:
@@ -149,7 +153,7 @@ class TraceWriter:
 
     def _begin(self, step: int) -> None:
         """Make the record that is filled anew at each step and written as it lies, and the file it goes to."""
-        ready = self._begun is None and self._on_disk == [self.layout]  # since the start
+        ready = self._begun is None and self._on_disk[-1:] == [self.layout]  # since the start
         layout = self._begun = self.layout
         record = np.zeros(1, layout.record)
         self._head, self._bad_samples, self._crc = record["head"][0], record["bad_samples"][0], record["crc"]
@@ -189,9 +193,7 @@ class TraceWriter:
         """Note in the header (which needs no new space) what is missing, and say so once."""
         assert self.folder is not None
         with contextlib.suppress(OSError):
-            first = os.open(self.folder / _file_name(0), os.O_WRONLY)
-            os.pwrite(first, step.to_bytes(8, "little", signed=True), len(MAGIC))
-            os.close(first)
+            _note_missing(self.folder, step)
         self.close()
         warnings.warn(
             f"{self.folder}/trace.bin: {reason}. Training goes on; from step {step} on the record is in memory only.",
@@ -436,11 +438,40 @@ def _sound(record: memoryview) -> bool:
     return zlib.crc32(record[:-4]) == int.from_bytes(record[-4:], "little")
 
 
-def _create(folder: Path, layouts: Sequence[Layout]) -> int:
+def _cut(folder: Path, first: int) -> tuple[list[Layout], int]:
+    """Cut off the records from a step on; return the layouts of the segments that are left, and the last one's file."""
+    trace = read(folder)
+    keep = [int(np.searchsorted(segment.records["head"][:, 0], first)) for segment in trace.segments]
+    while len(keep) > 1 and not keep[-1]:
+        keep.pop()
+        (folder / _file_name(len(keep))).unlink()
+    layouts = [segment.layout for segment in trace.segments[: len(keep)]]
+    try:
+        _describe(folder, layouts)
+        if trace.missing_from is not None and trace.missing_from >= first:
+            _note_missing(folder, -1)
+        file = os.open(folder / _file_name(max(len(keep) - 1, 0)), os.O_RDWR)
+        os.ftruncate(file, HEADER + (keep[-1] * layouts[-1].record.itemsize if keep else 0))
+        os.lseek(file, 0, os.SEEK_END)
+    except OSError as error:
+        raise _not_writable(folder, error) from None
+    return layouts, file
+
+
+def _note_missing(folder: Path, step: int) -> None:
+    """Write into the header, which needs no new space, from which step on records are missing (-1: none is)."""
+    first = os.open(folder / _file_name(0), os.O_WRONLY)
+    os.pwrite(first, step.to_bytes(8, "little", signed=True), len(MAGIC))
+    os.close(first)
+
+
+def _create(folder: Path, layouts: Sequence[Layout], new: bool = True) -> int:
     """Make the folder with a trace without records, and return the file of its first segment."""
     file = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not new:  # a process died between the two files
+            (folder / _file_name(0)).unlink(missing_ok=True)
         if any((folder / name).exists() for name in ("trace.bin", "trace.json")):
             raise DxdyError(f"{folder}: already holds a trace. Give another folder; nothing recorded is overwritten.")
         file = _open(folder / _file_name(0))
@@ -449,9 +480,13 @@ def _create(folder: Path, layouts: Sequence[Layout]) -> int:
         if file is not None:  # nothing is recorded yet: leave the folder as it was, for another try
             os.close(file)
             (folder / _file_name(0)).unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or error
-        raise DxdyError(f"{folder}: cannot be written ({reason}). Give a folder that can, as out=.") from None
+        raise _not_writable(folder, error) from None
     return file
+
+
+def _not_writable(folder: Path, error: Exception) -> DxdyError:
+    reason = getattr(error, "strerror", None) or error
+    return DxdyError(f"{folder}: cannot be written ({reason}). Give a folder that can, as out=.")
 
 
 def _open(path: Path) -> int:

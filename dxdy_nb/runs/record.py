@@ -193,8 +193,8 @@ class Recorder:
             raise
 
 
-def write_environment(folder: Path, model: torch.nn.Module | None = None, data: Any = None) -> None:
-    """Write ``environment.json`` and, where there are uncommitted changes, ``diff.patch``.
+def write_environment(folder: Path, model: torch.nn.Module | None = None, data: Any = None) -> dict[str, Any]:
+    """Write ``environment.json`` and, where there are uncommitted changes, ``diff.patch``; return the former.
 
     Raises
     ------
@@ -208,6 +208,7 @@ def write_environment(folder: Path, model: torch.nn.Module | None = None, data: 
             write_text(folder / "diff.patch", diff)
     except OSError as error:
         raise not_writable(folder, error) from None
+    return described
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -319,6 +320,38 @@ def recorded(parent: Path) -> Iterator[Run]:
     for path in sorted(parent.glob("*/config.yaml")):
         with contextlib.suppress(DxdyError):
             yield Run.load(path.parent)
+
+
+def take_over(folder: Path) -> dict[str, Any]:
+    """Make room in a run's folder for its next process, and return what the last one told; of several, one gets it.
+
+    Raises
+    ------
+    DxdyError
+        A process still trains there, or the folder is another kind of record.
+    """
+    path = folder / "result.json"
+    if not path.exists():
+        return {}
+    result = read_result(folder)
+    if result.get("kind") != "training":
+        raise held(folder, path.name)
+    claimed = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if result["status"] != "running":
+            os.rename(path, claimed)
+            if json.loads(claimed.read_text())["process"] == result["process"]:
+                claimed.unlink()
+                return result
+            os.rename(claimed, path)  # of somebody who was faster
+    except FileNotFoundError:
+        pass  # likewise
+    except OSError as error:
+        raise not_writable(folder, error) from None
+    process = result["process"]
+    raise DxdyError(
+        f"{folder}: process {process['pid']} on {process['host']} still trains there. Wait for its end, or end it."
+    )
 
 
 def end(folder: Path, error: BaseException) -> None:

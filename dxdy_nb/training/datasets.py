@@ -1,6 +1,8 @@
 """Small data: real digits with a fixed split, and seeded synthetic sets."""
 
 import hashlib
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -75,8 +77,28 @@ def load(name: str, seed: int = 0) -> Splits:
     return makers[name]()
 
 
+class Shuffled(DistributedSampler[Batch]):
+    """A rank's share of an order that seed and epoch alone decide, from a position of it on."""
+
+    start = 0  # samples of this rank that are left out, since they were read before
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Name the epoch, and where in it to start."""
+        super().set_epoch(epoch)
+        self.start = start
+
+    def __iter__(self) -> Iterator[Batch]:
+        return itertools.islice(super().__iter__(), self.start, None)
+
+
 def loader(
-    samples: Samples, batch_size: int, *, shuffle_seed: int | None = None, rank: int = 0, world_size: int = 1
+    samples: Samples,
+    batch_size: int,
+    *,
+    shuffle_seed: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    num_workers: int = 0,
 ) -> DataLoader[Batch]:
     """Return batches of ``Batch``: in index order, or shuffled in an order that seed and epoch alone decide.
 
@@ -87,8 +109,14 @@ def loader(
     generator = torch.Generator().manual_seed(0)
     if shuffle_seed is None:
         return DataLoader(samples, batch_size, generator=generator)
-    sampler: DistributedSampler[Batch] = DistributedSampler(samples, world_size, rank, seed=shuffle_seed)
-    return DataLoader(samples, batch_size, sampler=sampler, generator=generator)
+    return DataLoader(
+        samples,
+        batch_size,
+        sampler=Shuffled(samples, world_size, rank, seed=shuffle_seed),
+        generator=generator,
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+    )
 
 
 def digits() -> Splits:

@@ -4,12 +4,12 @@ import contextlib
 import itertools
 import math
 import random
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -17,78 +17,97 @@ from tqdm.auto import tqdm
 
 from dxdy_nb.config import RunConfig
 from dxdy_nb.errors import DxdyError
-from dxdy_nb.observe.observer import watch
+from dxdy_nb.observe.blackbox import BlackBox
+from dxdy_nb.observe.observer import Watch
 from dxdy_nb.ranks.log import logged
 from dxdy_nb.ranks.pool import launch
 from dxdy_nb.ranks.session import Session, session
 from dxdy_nb.runs.environment import attended
 from dxdy_nb.runs.folder import RANKS
-from dxdy_nb.runs.record import Recorder, Run, end, new_folder, recorded, write_environment
-from dxdy_nb.training import datasets, models
+from dxdy_nb.runs.record import Recorder, Run, end, recorded, write_environment
+from dxdy_nb.training import checkpoint, datasets, models
 from dxdy_nb.training.muon import MuonAdamW
+from dxdy_nb.training.resume import agreed, own_folder, patient, start, taken_over
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
+STOPPED = {signal.SIGINT: "interrupted", signal.SIGTERM: "killed"}
 DECIMALS = 4  # every metric is rounded once, here, so that two tables never differ by their rounding
 
 
-def train(config: RunConfig, *, out: str | Path | None = None) -> Run:
+def train(
+    config: RunConfig, *, out: str | Path | None = None, resume: bool = False, allow_changes: bool = False
+) -> Run:
     """Train as the configuration says, record every step, and return the run.
 
     A non-finite loss ends the run as ``diverged`` before it reaches the weights. Any other error is recorded and
     raised. Whatever ends a run, the steps before it are kept. ``world_size`` ranks are started here, unless a launcher
     (``torchrun``, ``dx.launch``) has started them: then each of them calls this. Every rank keeps a record of its own.
 
+    With ``resume`` a run goes on from its last good checkpoint, bit for bit as if it had never stopped, and so does
+    its record: steps behind the checkpoint are cut off, and made again. Without a checkpoint it starts anew, and in an
+    empty folder it is a new run; one that is completed is returned as it is. A checkpoint is written at the end, after
+    Ctrl-C or SIGTERM (on one rank), and on the way where the configuration says so (``checkpoint_every``).
+
     Parameters
     ----------
     config : what to train
     out : the run's folder; without it ``runs/<id>/`` under the current directory
+    resume : whether the run in ``out`` is to go on
+    allow_changes : whether it may go on with another configuration; what its samples and states hang on stays fixed
 
     Raises
     ------
     DxdyError
         The folder cannot be written or holds a run; the device is not there, or cannot compute in the precision; no
         parameter is one for the optimizer; an epoch has fewer batches than are to be accumulated; a data file is
-        damaged; a launcher has started another number of ranks.
+        damaged; a launcher has started another number of ranks. With ``resume``: a process still trains there; the
+        configuration or the model is another one; all checkpoints are damaged.
 
     Examples
     --------
     >>> run = train(RunConfig(max_steps=2), out=tmp_path / "run")
     >>> run.status, len(run.steps)
     ('completed', 2)
+    >>> train(RunConfig(max_steps=4), out=tmp_path / "run", resume=True, allow_changes=True).steps.index.tolist()
+    [0, 1, 2, 3]
     """
     if not isinstance(config, RunConfig):
         raise DxdyError(f"train: expected a dx.RunConfig as config, got {type(config).__name__}.")
+    if resume and out is None:
+        raise DxdyError("train: resume=True needs the folder of the run that is to go on, as out=.")
     with session(device=config.device) as s:
         if s.world_size == config.world_size:
-            return _train(config, out, s)
+            return _train(config, s, out, resume, allow_changes)
         if s.world_size > 1:
             raise DxdyError(
                 f"world_size: {s.world_size} ranks were started, the configuration says {config.world_size}."
             )
-    return _launched(config, new_folder(config.data, out))
+    return _launched(config, start(config, out, resume, allow_changes).folder, resume, allow_changes)
 
 
-def _launched(config: RunConfig, folder: Path) -> Run:
+def _launched(config: RunConfig, folder: Path, resume: bool, allow_changes: bool) -> Run:
     """Start the ranks of a run, and record in its folder what ended them."""
     alone = {"world_size": 1, "batch_size": config.batch_size * config.world_size}
     if not any(run.config == config.override(alone) and run.status == "completed" for run in recorded(folder.parent)):
         print(f"There is no run on one device to compare with: dx.train(config.override({alone})) makes it.")
+    result = folder / "result.json"
+    before = result.read_bytes() if result.exists() else None
     try:
-        return launch(_train_here, config, folder, world_size=config.world_size)[0]
+        return launch(_train_here, config, folder, resume, allow_changes, world_size=config.world_size)[0]
     except BaseException as error:
         with contextlib.suppress(OSError):
             folder.rmdir()  # it is empty: no rank came as far as a record
-        if (folder / "result.json").exists():
+        if result.exists() and result.read_bytes() != before:
             end(folder, error)  # a rank knows only of its own end
         raise
 
 
-def _train_here(config: RunConfig, folder: Path) -> Run:
+def _train_here(config: RunConfig, folder: Path, resume: bool, allow_changes: bool) -> Run:
     with session(device=config.device) as s:
-        return _train(config, folder, s)
+        return _train(config, s, folder, resume, allow_changes)
 
 
-def _train(config: RunConfig, out: str | Path | None, s: Session) -> Run:
+def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, allow_changes: bool) -> Run:
     device = s.device
     data = datasets.load(config.data, config.seed)
     seed_everything(config.seed)
@@ -98,24 +117,34 @@ def _train(config: RunConfig, out: str | Path | None, s: Session) -> Run:
     loss_fn = pick_loss(config.loss)
     optimizer = pick_optimizer(config, model)
     dtype, scaler = pick_precision(config.precision, model, data.train.x[:1].to(device))
-    share = {"rank": s.rank, "world_size": s.world_size}
+    share = {"rank": s.rank, "world_size": s.world_size, "num_workers": config.num_workers}
     loader = datasets.loader(data.train, config.batch_size, shuffle_seed=config.seed, **share)
     epoch = steps_per_epoch(len(loader), config.accumulation_steps)
     total = min(config.max_steps or config.epochs * epoch, config.epochs * epoch)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, total))
+    parts = {"model": model, "optimizer": optimizer, "schedule": scheduler, "scaler": scaler}
 
-    root, folder = _folders(config, out, s)
-    parallel = contextlib.ExitStack()
-    with parallel, Recorder(folder, kind="training", metrics={}, validation=[]) as recorder:
+    begin = agreed(config, model, s, out, resume, allow_changes)
+    if begin.completed:
+        return begin.run(model)
+    folder = own_folder(begin, s)
+    resumed = taken_over(folder, begin)
+    validation = list(begin.state.validation) if begin.state and s.is_main else []
+    facts = {"metrics": named("validation", validation[-1]) if validation else {}, "validation": validation}
+    parallel, every = contextlib.ExitStack(), config.checkpoint_every
+    with patient(s) as stop, parallel, Recorder(folder, kind="training", **facts, **resumed) as recorder:
         config.save(folder / "config.yaml")
-        write_environment(folder, model, data.train)
+        code = write_environment(folder, model, data.train)
         trained: nn.Module = model
         if s.world_size > 1:
-            parallel.enter_context(logged(root / RANKS / f"rank{s.rank}.jsonl", s.rank, close=0))
+            parallel.enter_context(logged(begin.folder / RANKS / f"rank{s.rank}.jsonl", s.rank, close=0))
             trained = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages every gradient
-        with watch(model, optimizer, out=folder, budget=None):
-            validation: list[dict[str, float]] = []
-            for step, window in enumerate(progress(windows(loader, config.accumulation_steps, total), total), start=1):
+        if begin.state:
+            begin.state.restore(parts, s, code)
+        steps = windows(loader, config.accumulation_steps, total, begin.step)
+        first = begin.step if begin.resumed else None
+        with Watch(model, optimizer, folder, budget=None, blackbox=BlackBox(folder), first=first):
+            for step, window in enumerate(progress(steps, total, begin.step), start=begin.step + 1):
                 scale = scaler.get_scale()
                 if dtype is None and len(window) == s.world_size == 1:
                     x, y, _ = window[0]
@@ -129,24 +158,20 @@ def _train(config: RunConfig, out: str | Path | None, s: Session) -> Run:
                     break
                 if scaler.get_scale() >= scale:  # it falls where a gradient overflowed and the step was left out
                     scheduler.step()
-                if s.is_main and (step % (config.validate_every * epoch) == 0 or step == total):
+                validates = step % (config.validate_every * epoch) == 0 or step == total
+                if s.is_main and validates:
                     validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
                     recorder.write(validation=validation, metrics=named("validation", validation[-1]))
+                if step == total or stop or (every and (step % every == 0 or validates)):
+                    place = {"step": step, "epoch": step // epoch, "windows": step % epoch}
+                    checkpoint.save(begin.folder, parts, s, **place, config=config, code=code, validation=validation)
+                if stop and step < total:
+                    recorder.write(status=STOPPED[stop[0]], reason=f"{stop[0].name} after step {step - 1}")
+                    break
             else:
                 test = named("test", evaluate(model, data.test, loss_fn)) if s.is_main else {}
                 recorder.write(status="completed", metrics={**recorder.result["metrics"], **test})
     return Run.of(folder, recorder.result, config, model)  # not read back: a disk that is full costs no trained model
-
-
-def _folders(config: RunConfig, out: str | Path | None, s: Session) -> tuple[Path, Path]:
-    """Return the run's folder, and where this rank keeps its record: rank 0 there, the others in folders inside."""
-    made = [new_folder(config.data, out) if s.is_main else None]
-    if s.world_size == 1:
-        return Path(str(made[0])), Path(str(made[0]))
-    dist.broadcast_object_list(made)
-    root = Path(str(made[0]))
-    (root / RANKS).mkdir(exist_ok=True)
-    return root, root if s.is_main else new_folder("", root / RANKS / f"rank{s.rank}")
 
 
 def steps_per_epoch(batches: int, accumulation_steps: int) -> int:
@@ -165,26 +190,30 @@ def steps_per_epoch(batches: int, accumulation_steps: int) -> int:
     return math.ceil(batches / accumulation_steps)
 
 
-def windows(loader: DataLoader[datasets.Batch], size: int, total: int) -> Iterator[list[datasets.Batch]]:
-    """Return ``total`` windows, the batches of one optimizer step each.
+def windows(
+    loader: DataLoader[datasets.Batch], size: int, total: int, start: int = 0
+) -> Iterator[list[datasets.Batch]]:
+    """Return the windows from ``start`` to ``total``, the batches of one optimizer step each.
 
     The loader once over is an epoch, and each epoch has an order of its own. A window has ``size`` batches; the last of
     an epoch has what is left, and spans no two epochs: each sample counts once in each.
     """
+    first, consumed = divmod(start, steps_per_epoch(len(loader), size))
+    read = consumed * size * (loader.batch_size or 1)  # samples
 
     def endless() -> Iterator[list[datasets.Batch]]:
-        for epoch in itertools.count():
-            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for epoch in itertools.count(first):
+            loader.sampler.set_epoch(epoch, read if epoch == first else 0)  # type: ignore[attr-defined]
             batches = iter(loader)
             while window := list(itertools.islice(batches, size)):
                 yield window
 
-    return itertools.islice(endless(), total)
+    return itertools.islice(endless(), total - start)
 
 
-def progress(steps: Iterable[list[datasets.Batch]], total: int) -> Iterable[list[datasets.Batch]]:
+def progress(steps: Iterable[list[datasets.Batch]], total: int, start: int = 0) -> Iterable[list[datasets.Batch]]:
     """Return the same steps with a progress bar where somebody is watching."""
-    return tqdm(steps, total=total, desc="train", unit="step", disable=not attended(), leave=False)
+    return tqdm(steps, total=total, initial=start, desc="train", unit="step", disable=not attended(), leave=False)
 
 
 def named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:

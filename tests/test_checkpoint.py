@@ -1,0 +1,309 @@
+"""A run that was stopped goes on bit for bit; a checkpoint that is damaged is told and never used."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+
+import dxdy_nb as dx
+from dxdy_nb.training import checkpoint, datasets, loop, models
+
+# 7 batches an epoch: checkpoints at 5, 7 (an epoch's end), 10, 14.
+BASE = dx.RunConfig(data="spirals", model="mlp", epochs=3, max_steps=17, checkpoint_every=5)
+DEAD = 13  # the step at which a run is stopped: in the middle of an epoch, three steps behind its last checkpoint
+
+
+def weights(model):
+    return torch.cat([t.detach().flatten().double() for t in model.state_dict().values()])
+
+
+class Random(nn.Module):
+    """Dropout, which draws from torch's generator, and BatchNorm, which has buffers."""
+
+    def __init__(self, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 16), norm(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def stop_at(monkeypatch, step):
+    """Let the reference loop meet an exception in place of a step; returns what undoes it."""
+    originals, steps = (loop.train_step, loop.window_step), iter(range(1000))
+
+    def faulty(original):
+        def inner(*arguments):
+            if next(steps) == step:
+                raise RuntimeError("stopped")
+            return original(*arguments)
+
+        return inner
+
+    for original in originals:
+        monkeypatch.setattr(loop, original.__name__, faulty(original))
+    return lambda: [monkeypatch.setattr(loop, one.__name__, one) for one in originals]
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """Return a function that trains until an exception stops it, and gives the run's folder."""
+
+    def run(config=BASE, step=DEAD):
+        undo = stop_at(monkeypatch, step)
+        with pytest.raises(RuntimeError, match="stopped"):
+            dx.train(config, out=tmp_path / "run")
+        undo()
+        return tmp_path / "run"
+
+    return run
+
+
+def same(resumed, whole):
+    """Compare all that two runs are and recorded, but times and memory."""
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert (resumed.status, resumed.metrics, resumed.validation_rows) == (
+        whole.status,
+        whole.metrics,
+        whole.validation_rows,
+    )
+    columns = ["loss", "lr", "grad_norm", "effective_batch", "skipped", "bad_samples"]
+    assert resumed.steps[columns].equals(whole.steps[columns])
+    assert resumed.gradients.equals(whole.gradients)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_workers": 2},
+        {"optimizer": "adamw", "schedule": "one_cycle", "accumulation_steps": 2, "max_steps": 9, "checkpoint_every": 3},
+        {"optimizer": "muon", "lr": 0.01, "max_grad_norm": 0.1, "warmup_steps": 4},
+        {"precision": "fp16", "schedule": "linear"},
+        {"precision": "bf16", "optimizer": "adam"},
+    ],
+    ids=str,
+)
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, monkeypatch, stopped, changes):
+    config = BASE.override(changes)
+    # Muon moves a matrix between two others; the precision is tried on one sample, which BatchNorm refuses.
+    net = (lambda: models.MLP(2, 3)) if config.optimizer == "muon" else Random
+    net = net if config.precision == "fp32" else lambda: Random(nn.LayerNorm)
+    monkeypatch.setattr(models, "build", lambda name, sample, classes: net())
+    whole = dx.train(config, out=tmp_path / "whole")
+    folder = stopped(config, 7 if config.accumulation_steps > 1 else DEAD)
+    resumed = dx.train(config, out=folder, resume=True)
+    same(resumed, whole)
+    (once,) = json.loads((folder / "result.json").read_text())["resumed"]
+    assert (once["after"], once["changes"]) == ("failed", {})
+    assert 0 < once["step"] < len(whole.steps)
+
+
+def test_the_scale_of_fp16_goes_on_where_it_was(tmp_path, monkeypatch, stopped):
+    def large(name, model, x):
+        return torch.float16, torch.amp.GradScaler("cpu", init_scale=2.0**24)
+
+    monkeypatch.setattr(loop, "pick_precision", large)
+    config = BASE.override({"precision": "fp16", "lr": 0.01})
+    whole = dx.train(config, out=tmp_path / "whole")
+    assert 2 <= whole.steps["skipped"].sum() <= 8  # the scale fell before the checkpoint
+    same(dx.train(config, out=stopped(config), resume=True), whole)
+    last = checkpoint.newest(tmp_path / "run" / checkpoint.FOLDER)
+    assert 1 <= last.scaler["scale"] < 2.0**24
+
+
+def test_workers_change_no_number(tmp_path):
+    alone, helped = (dx.train(BASE.override({"num_workers": n}), out=tmp_path / str(n)) for n in (0, 2))
+    same(helped, alone)
+
+
+def test_workers_fetch_the_batches(monkeypatch):
+    def note(self, index):
+        return datasets.Batch(self.x[index], self.y[index], torch.tensor(os.getpid()))
+
+    monkeypatch.setattr(datasets.Samples, "__getitem__", note)
+    for count in (0, 2):
+        loader = datasets.loader(datasets.spirals().train, 64, shuffle_seed=0, num_workers=count)
+        fetched = {int(batch.ids[0]) for batch in loader}
+        assert len(fetched - {os.getpid()}) == count
+
+
+def damage(path, how):
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 1
+    path.write_bytes({"flipped": data, "truncated": data[:-1], "half": data[: len(data) // 2], "empty": b""}[how])
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("flipped", "is damaged"), ("truncated", "is truncated"), ("half", "is truncated"), ("empty", "is empty")],
+)
+def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(tmp_path, stopped, how, said):
+    folder = stopped()
+    last = folder / checkpoint.FOLDER / "step-00000010.pt"
+    damage(last, how)
+    with pytest.warns(RuntimeWarning, match=f"^{last}: {said}"):
+        resumed = dx.train(BASE, out=folder, resume=True)
+    same(resumed, dx.train(BASE, out=tmp_path / "whole"))
+
+
+def test_without_its_sha256_a_checkpoint_is_not_trusted(stopped):
+    folder = stopped() / checkpoint.FOLDER
+    (folder / "step-00000010.pt.sha256").unlink()
+    with pytest.warns(RuntimeWarning, match=r"step-00000010\.pt\.sha256: cannot be read \(No such file"):
+        assert checkpoint.newest(folder).step == 7
+
+
+def test_where_all_are_damaged_nothing_starts_anew(stopped):
+    folder = stopped()
+    before = (folder / "result.json").read_bytes()
+    for path in (folder / checkpoint.FOLDER).glob("*.pt"):
+        damage(path, "empty")
+    with pytest.warns(RuntimeWarning), pytest.raises(dx.DxdyError, match="none of its 2 checkpoints can be used"):
+        dx.train(BASE, out=folder, resume=True)
+    assert (folder / "result.json").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_and_the_names_listed(monkeypatch, stopped):
+    folder = stopped()
+    before = (folder / "result.json").read_bytes()
+    monkeypatch.setattr(models, "build", lambda name, sample, classes: Random())
+    with pytest.raises(dx.DxdyError, match=r"missing: body.0.weight, body.*; unexpected: fc1.weight, fc1.bias, fc2"):
+        dx.train(BASE, out=folder, resume=True)
+    monkeypatch.setattr(models, "build", lambda name, sample, classes: models.MLP(2, 3, hidden=5))
+    with pytest.raises(dx.DxdyError, match=r"of another shape: fc1.weight \(64, 2\), here \(5, 2\)"):
+        dx.train(BASE, out=folder, resume=True)
+    assert (folder / "result.json").read_bytes() == before
+
+
+def test_another_configuration_is_refused_with_the_difference(stopped):
+    folder = stopped()
+    other = BASE.override({"lr": 0.5, "schedule": "linear"})
+    with pytest.raises(dx.DxdyError, match=r"\nlr: 0.05 there, 0.5 here\nschedule: 'cosine' .*\n.*allow_changes=True"):
+        dx.train(other, out=folder, resume=True)
+    smaller = BASE.override({"batch_size": 32})
+    with pytest.raises(dx.DxdyError, match=r"\nbatch_size: 64 there, 32 here\n.*batch_size cannot change within a run"):
+        dx.train(smaller, out=folder, resume=True, allow_changes=True)
+    assert dx.Run.load(folder).status == "failed"
+
+
+def test_a_change_that_is_asked_for_takes_effect_at_the_checkpoint(stopped):
+    folder = stopped()
+    changes = {"lr": 0.5, "momentum": 0.1, "schedule": "constant", "epochs": 4, "max_steps": 25, "precision": "bf16"}
+    run = dx.train(BASE.override(changes), out=folder, resume=True, allow_changes=True)
+    assert run.config == dx.Run.load(folder).config == BASE.override(changes)
+    assert run.steps.index.tolist() == list(range(25))
+    assert run.steps["lr"][10:].tolist() == [0.5] * 15
+    assert run.steps["lr"][9] < 0.05
+    assert json.loads((folder / "result.json").read_text())["resumed"][0]["changes"]["lr"] == [0.05, 0.5]
+
+
+def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(tmp_path, stopped):
+    config = BASE.override({"checkpoint_every": None})
+    folder = stopped(config)
+    assert not (folder / checkpoint.FOLDER).exists()
+    same(dx.train(config, out=folder, resume=True), dx.train(config, out=tmp_path / "whole"))
+
+
+def test_in_an_empty_folder_resume_is_a_new_run(tmp_path):
+    run = dx.train(BASE, out=tmp_path / "new", resume=True)
+    assert (run.status, len(run.steps)) == ("completed", 17)
+    assert "resumed" not in json.loads((tmp_path / "new" / "result.json").read_text())
+
+
+def test_a_completed_run_is_returned_as_it_is(tmp_path):
+    run = dx.train(BASE, out=tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+    again = dx.train(BASE, out=run.folder, resume=True)
+    assert again == run
+    assert torch.equal(weights(again.model), weights(run.model))
+    assert before == {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "trace.bin").write_bytes(b"x")
+    with pytest.raises(dx.DxdyError, match=r"already holds a run \(trace.bin\)"):
+        dx.train(BASE, out=tmp_path, resume=True)
+    with pytest.raises(dx.DxdyError, match="resume=True needs the folder"):
+        dx.train(BASE, resume=True)
+
+
+def test_a_run_that_still_goes_on_is_not_resumed(tmp_path, monkeypatch):
+    met = []
+
+    def again(*arguments):
+        if not met:
+            met.append(True)
+            with pytest.raises(dx.DxdyError, match=f"process {os.getpid()} on .* still trains there"):
+                dx.train(BASE, out=tmp_path / "run", resume=True)
+        return original(*arguments)
+
+    original = loop.train_step
+    monkeypatch.setattr(loop, "train_step", again)
+    assert dx.train(BASE, out=tmp_path / "run").status == "completed"
+    assert met
+
+
+def test_a_full_disk_costs_a_checkpoint_and_no_run(tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write", full)
+    with pytest.warns(RuntimeWarning, match="checkpoints: No space left on device. Training goes on, without a new"):
+        run = dx.train(BASE, out=tmp_path / "run")
+    assert (run.status, len(run.steps)) == ("completed", 17)
+
+
+def test_the_best_is_kept_beside_the_last_two(tmp_path, monkeypatch):
+    losses = iter([0.9, 0.1, 0.5, 0.4, 0.3])
+    monkeypatch.setattr(loop, "evaluate", lambda *arguments: {"loss": next(losses), "accuracy": 0.5})
+    run = dx.train(BASE.override({"max_steps": 21, "checkpoint_every": 3}), out=tmp_path / "run")
+    names = sorted(path.name for path in (run.folder / checkpoint.FOLDER).iterdir())
+    steps = [14, 18, 21]
+    assert names == [f"step-{step:08d}.pt{end}" for step in steps for end in ("", ".sha256")]
+    state = checkpoint.newest(run.folder / checkpoint.FOLDER)
+    assert (state.step, state.epoch, state.windows, state.best["step"]) == (21, 3, 0, 14)
+    assert state.config == run.config.to_dict()
+    assert state.code["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("name", "status"), [("SIGINT", "interrupted"), ("SIGTERM", "killed")])
+def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, monkeypatch, name, status):
+    def step(*arguments):
+        if next(steps) == 11:
+            os.kill(os.getpid(), signal.Signals[name])
+        return original(*arguments)
+
+    config = BASE.override({"checkpoint_every": None})
+    before = signal.signal(signal.Signals[name], signal.default_int_handler)
+    try:
+        original, steps = loop.train_step, iter(range(100))
+        monkeypatch.setattr(loop, "train_step", step)
+        with pytest.raises(KeyboardInterrupt):  # it comes through, when all is saved
+            dx.train(config, out=tmp_path / "run")
+        assert signal.getsignal(signal.Signals[name]) is signal.default_int_handler
+    finally:
+        signal.signal(signal.Signals[name], before)
+    monkeypatch.undo()
+    run = dx.Run.load(tmp_path / "run")
+    assert (run.status, run.reason) == (status, f"{name} after step 11")
+    assert run.steps.index.tolist() == list(range(12))
+    same(dx.train(config, out=run.folder, resume=True), dx.train(config, out=tmp_path / "whole"))
+    (once,) = json.loads((run.folder / "result.json").read_text())["resumed"]
+    assert once == {"step": 12, "after": status, "changes": {}}
+
+
+def test_a_second_signal_comes_through_at_once(tmp_path, monkeypatch):
+    def impatient(*arguments):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the step went on")
+
+    monkeypatch.setattr(loop, "train_step", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        dx.train(BASE, out=tmp_path / "run")
+    assert dx.Run.load(tmp_path / "run").status == "interrupted"
