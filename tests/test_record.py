@@ -143,10 +143,10 @@ def test_nobody_calls_a_run_on_another_machine_killed(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path):
     dx.train(SHORT, out=tmp_path / "run")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.*")}
     with pytest.raises(dx.DxdyError, match="already holds a run"):
         dx.train(SHORT.override({"seed": 1}), out=tmp_path / "run")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.*")} == before
 
 
 def test_a_folder_that_holds_only_a_trace_is_left_as_it_is(tmp_path):
@@ -255,8 +255,10 @@ def test_a_folder_that_vanishes_costs_no_trained_model(tmp_path, monkeypatch):
         return train_step(*arguments)
 
     monkeypatch.setattr(loop, "train_step", vanish)
-    with pytest.warns(RuntimeWarning, match=r"result\.json: No such file or directory"):
+    with pytest.warns(RuntimeWarning) as said:
         run = dx.train(SHORT, out=tmp_path / "run")
+    for name in ("result.json", "checkpoints"):
+        assert any(f"{name}: No such file or directory" in str(warning.message) for warning in said)
     assert run.status == "completed"
     assert "test_accuracy" in run.metrics
 

@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def save(
-    run: Path,
+    folder: Path,
     parts: Mapping[str, Any],
     s: Session,
     *,
@@ -114,7 +114,7 @@ def save(
             "code": {name: str(code[name]) for name in SAME},
             "random": random,
         }
-        write(run / FOLDER, Checkpoint(**place, **states, **facts, validation=list(validation), best=best))
+        write(folder, Checkpoint(**place, **states, **facts, validation=list(validation), best=best))
 
 
 def of_code(environment: Mapping[str, Any]) -> dict[str, str]:

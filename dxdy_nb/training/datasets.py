@@ -43,7 +43,7 @@ class Samples(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.y)
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int | slice) -> Batch:
         return Batch(self.x[index], self.y[index], self.ids[index])
 
 

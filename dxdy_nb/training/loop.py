@@ -127,7 +127,7 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
     begin = agreed(config, model, s, out, resume, allow_changes)
     if begin.completed:
         return begin.run(model)
-    folder = own_folder(begin, s)
+    folder, kept = own_folder(begin, s), (begin.folder / checkpoint.FOLDER).absolute()  # the loop may go elsewhere
     resumed = taken_over(folder, begin)
     validation = list(begin.state.validation) if begin.state and s.is_main else []
     facts = {"metrics": named("validation", validation[-1]) if validation else {}, "validation": validation}
@@ -139,6 +139,9 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
         if s.world_size > 1:
             parallel.enter_context(logged(begin.folder / RANKS / f"rank{s.rank}.jsonl", s.rank, close=0))
             trained = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages every gradient
+            if begin.step:  # it sorts gradients anew after the first backward, and three ranks' sums hang on the order
+                x, y, _ = data.train[: config.batch_size]
+                loss_fn(trained(x.to(device)), y.to(device)).backward()
         if begin.state:
             begin.state.restore(parts, s, code)
         steps = windows(loader, config.accumulation_steps, total, begin.step)
@@ -162,10 +165,11 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
                 if s.is_main and validates:
                     validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
                     recorder.write(validation=validation, metrics=named("validation", validation[-1]))
-                if step == total or stop or (every and (step % every == 0 or validates)):
+                last = step == total or bool(stop)
+                if last or (every and (step % every == 0 or validates)):
                     place = {"step": step, "epoch": step // epoch, "windows": step % epoch}
-                    checkpoint.save(begin.folder, parts, s, **place, config=config, code=code, validation=validation)
-                if stop and step < total:
+                    checkpoint.save(kept, parts, s, **place, config=config, code=code, validation=validation)
+                if last and step < total:
                     recorder.write(status=STOPPED[stop[0]], reason=f"{stop[0].name} after step {step - 1}")
                     break
             else:
