@@ -160,7 +160,7 @@ def kill_run(kind, folder, kills, chance):
     """Kill a run so many times after it has made some way, and let it end; return the moments of the kills."""
     moments, process = [], start(kind, folder)
     while len(moments) < kills and process.poll() is None:
-        known = saves(folder)[0]
+        known = saves(folder)[0] + chance.randrange(20)
         while process.poll() is None and saves(folder)[0] <= known:  # it goes on from there
             time.sleep(0.002)
         within = chance.random() < 0.5

@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import signal
 
 import pytest
+import stress
 import torch
 from torch import nn
 
@@ -307,3 +309,31 @@ def test_a_second_signal_comes_through_at_once(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         dx.train(BASE, out=tmp_path / "run")
     assert dx.Run.load(tmp_path / "run").status == "interrupted"
+
+
+@pytest.mark.filterwarnings("ignore:launch. 3 ranks share 2 cores")
+@pytest.mark.parametrize(
+    ("world_size", "num_workers"),
+    [(2, 0), pytest.param(3, 2, marks=pytest.mark.slow)],  # three ranks' sums have an order
+)
+def test_ranks_go_on_bit_for_bit(tmp_path, capsys, world_size, num_workers):
+    values = {"world_size": world_size, "batch_size": 66 // world_size, "num_workers": num_workers}
+    config = BASE.override(values | {"schedule": "constant", "optimizer": "adam", "max_steps": 13, "validate_every": 9})
+    whole = dx.train(config, out=tmp_path / "whole")
+    short = dx.train(config.override({"max_steps": 9}), out=tmp_path / "run")
+    resumed = dx.train(config, out=short.folder, resume=True, allow_changes=True)
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    assert resumed.steps["loss"].tolist() == whole.steps["loss"].tolist()
+    assert resumed.metrics == whole.metrics
+    assert set(dx.verify_ranks(resumed)["verdict"][["gradients", "parameters", "updates"]]) == {"equal"}
+    assert len(checkpoint.newest(short.folder / checkpoint.FOLDER).random) == world_size
+    assert dx.train(config, out=short.folder, resume=True) == resumed
+    wider = config.override({"world_size": 4})
+    with pytest.raises(dx.DxdyError, match="world_size cannot change within a run"):
+        dx.train(wider, out=short.folder, resume=True, allow_changes=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["alone", "workers", "ranks"])
+def test_a_killed_run_goes_on_bit_for_bit(kind):
+    assert stress.kill_runs(kind, 2, random.Random(0)) is None
