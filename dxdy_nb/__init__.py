@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dxdy_nb.ranks.verify import verify_ranks as verify_ranks
     from dxdy_nb.runs.record import Run as Run
     from dxdy_nb.runs.record import result as result
+    from dxdy_nb.training.ablation import ablate as ablate
     from dxdy_nb.training.curvature import sharpness as sharpness
     from dxdy_nb.training.loop import train as train
     from dxdy_nb.training.tuning import lr_range_test as lr_range_test
@@ -31,6 +32,7 @@ _HOMES = {
     "DxdyError": "errors",
     "Run": "runs.record",
     "RunConfig": "config",
+    "ablate": "training.ablation",
     "check_gradients": "autograd.check",
     "diagnose": "diagnosis.diagnose",
     "diagnose_ranks": "diagnosis.ranks",

@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -85,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("target", metavar="MODULE:FUNCTION", help="looked for in the current directory first")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
 
+    _add_sweep(commands)
+
     replay = _command(
         commands,
         "replay",
@@ -105,6 +108,26 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("later", type=Path, nargs="?", metavar="LATER", help="a later checkpoint: what did not move?")
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
+
+
+def _add_sweep(commands: Any) -> None:
+    sweep = _command(
+        commands,
+        "sweep",
+        _sweep,
+        "run a lesson or a configuration with all combinations of some values; failures are kept, and what is done "
+        "already in the folder is not run again",
+        "dxdy sweep 03_baseline_run -g lr=1e-3,1e-2 -g seed=0,1,2 --out runs/rates",
+    )
+    sweep.add_argument("target", help="a lesson's name or number, or a configuration (.yaml)")
+    repeated: dict[str, Any] = {"action": "append", "default": []}
+    sweep.add_argument("-g", "--grid", metavar="NAME=VALUE,VALUE", help="what varies; may be repeated", **repeated)
+    sweep.add_argument("-p", "--parameter", metavar="NAME=VALUE", help="what all have; may be repeated", **repeated)
+    sweep.add_argument("--jobs", type=_count, default=1, metavar="N", help="runs at once (default %(default)s)")
+    sweep.add_argument("--time-limit", type=float, metavar="SECONDS", help="of each run, from its start")
+    sweep.add_argument("--memory-limit", type=float, metavar="MB", help="of each run's processes together")
+    sweep.add_argument("--out", type=Path, metavar="DIR", help="the folder of the runs (default runs/<id>/)")
+    sweep.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def _count(text: str) -> int:
@@ -178,6 +201,27 @@ def _run(options: argparse.Namespace) -> int:
     if refused or any(one.bad_input for one in done):
         return BAD_INPUT
     return FINE if all(one.status == "completed" for one in done) else PROBLEM
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from dxdy_nb.runs.folder import new_folder
+    from dxdy_nb.training import sweep
+
+    limits = sweep.Limits(options.time_limit, options.memory_limit)
+    planned = sweep.plan(options.target, sweep.parse_grid(options.grid), parse_assignments(options.parameter))
+    out = new_folder(f"{Path(options.target).stem}-sweep", options.out)
+    print(f"dxdy sweep: {len(planned)} runs in {out}; the same command with --out {out} goes on", file=sys.stderr)
+    done = sweep.run_all(planned, out, jobs=options.jobs, limits=limits)
+    lost = [one for one in done if one.result["status"] != "completed"]
+    if options.json:
+        told = [{"folder": str(one.folder), "changed": dict(one.planned.changed), **one.result} for one in done]
+        print(json.dumps(told, indent=1))
+    else:
+        print(sweep.table(done).to_string(na_rep="", line_width=shutil.get_terminal_size((200, 24)).columns))
+        for one in lost:
+            print(f"\n{one.folder}: {one.result['status']}: {one.result['reason']}", file=sys.stderr)
+        print(f"\n{len(done) - len(lost)} of {len(done)} completed")
+    return PROBLEM if lost else FINE
 
 
 def _watch(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from dxdy_nb.lesson.bins import PHASES, Bins, Record, binned, layer_norms, layer
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dxdy_nb.training.ablation import Ablation
     from dxdy_nb.training.tuning import Bracket, Search
 
 # Okabe and Ito's palette: told apart by readers with any common form of colour blindness.
@@ -315,6 +316,30 @@ def lr_search(search: "Search") -> Figure:
     if known.max() > 10 * known.min() > 0:  # within one decade a log axis would have no number on it
         ax.set_yscale("log")
     ax.legend(frameon=False, fontsize=8)
+    return _finished(figure)
+
+
+def ablation(found: "Ablation") -> Figure:
+    """Return the difference that each change made: a dot a seed, and a bar over the 95 % interval of their mean.
+
+    Examples
+    --------
+    >>> ablation(dx.ablate(dx.RunConfig(), {"precision": "bf16"}))  # doctest: +SKIP
+    """
+    colours = {"better": PALETTE[2], "worse": PALETTE[1], "no difference": PALETTE[0], "not judged": "0.5"}
+    alt = f"the difference of each change to the baseline in {found.metric.replace('_', ' ')}, a dot a seed"
+    figure, axes = new_figure(alt, height=1.2 + 0.45 * len(found.effects))
+    ax = axes[0, 0]
+    ax.axvline(0, color="black", linewidth=1)
+    for row, one in enumerate(found.effects):
+        seen = [value for value in one.differences.values() if np.isfinite(value)]
+        ax.plot(seen, [row] * len(seen), "o", markersize=5, alpha=0.6, color=colours[one.verdict])
+        if np.isfinite(one.margin):
+            ax.errorbar(one.mean, row, xerr=one.margin, capsize=4, linewidth=2, color=colours[one.verdict])
+    words = [f"{one.change}: {one.verdict}{f' ({one.steps} steps)' if one.steps else ''}" for one in found.effects]
+    ax.set_yticks(range(len(words)), words)
+    ax.set_ylim(len(words) - 0.5, -0.5)
+    ax.set(xlabel=f"{found.metric.replace('_', ' ')} less the baseline's, by seed")
     return _finished(figure)
 
 

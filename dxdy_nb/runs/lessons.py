@@ -137,7 +137,11 @@ def run(lesson: str, given: Mapping[str, Any], out: str | Path | None = None) ->
     KeyboardInterrupt
         After the record says ``interrupted``.
     """
-    notebook = resolve(lesson)
+    return run_notebook(resolve(lesson), given, out)
+
+
+def run_notebook(notebook: Path, given: Mapping[str, Any], out: str | Path | None = None) -> LessonRun:
+    """Execute and record a notebook that has a parameters cell, as ``run`` does it with a lesson."""
     values = typed(notebook, given)
     folder = record.new_folder(notebook.stem, out)
     target = folder / "notebook.ipynb"

@@ -34,6 +34,7 @@ STATUSES = (
     *("out_of_memory", "timed_out", "interrupted", "killed"),
 )
 LESSON_FOLDER = "DXDY_RUN_FOLDER"  # the environment variable by which a lesson's kernel knows where its record is
+PARENT = "DXDY_PARENT"  # the environment variable that names the folder of the sweep or ablation a run belongs to
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,7 @@ class Recorder:
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seconds": None,
             "process": {"host": socket.gethostname(), "pid": me.pid, "started": me.create_time()},
+            **({"parent": os.environ[PARENT]} if PARENT in os.environ else {}),
             **facts,
         }
         self._began = time.perf_counter()
