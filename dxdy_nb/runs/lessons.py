@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 from dxdy_nb.config import as_number
 from dxdy_nb.errors import DxdyError, suggestion
 from dxdy_nb.runs import record
@@ -89,6 +87,8 @@ def parameters(notebook: Path) -> dict[str, Any]:
     DxdyError
         The file is no notebook, or its parameters cell computes something.
     """
+    import nbformat  # it builds a grammar when it is loaded, which takes as long as a short training
+
     restore = f"Restore it with: git checkout -- {notebook.parent.name}/{notebook.name}"
     try:
         cells = nbformat.read(notebook, as_version=4).cells
