@@ -119,7 +119,7 @@ def test_an_error_that_the_reader_can_put_right_is_bad_input(workbook: Path, cap
 def test_a_killed_kernel_is_a_failure(workbook: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["run", "03_dies"]) == 1
     assert "the kernel died" in capsys.readouterr().err
-    assert record.read_result(only_run(workbook))["status"] == "failed"
+    assert record.read_result(only_run(workbook))["status"] == "killed"
 
 
 def test_a_run_is_never_overwritten(workbook: Path, capsys: pytest.CaptureFixture) -> None:

@@ -119,6 +119,25 @@ def test_uncommitted_changes_are_kept(here, monkeypatch):
     assert (clean["commit"], clean["project"]) == (changed["commit"], here.name)
     assert (clean["uncommitted_changes"], changed["uncommitted_changes"]) == (False, True)
     assert "+lr = 0.2" in environment.uncommitted_diff().splitlines()
+    (here / "new.py").write_text("lr = 0.3\n")
+    assert {"train.py", "new.py"} <= environment.describe()["files"].keys()
+    assert "train.py" not in clean["files"]
+
+
+@pytest.mark.parametrize("change", [("train.py", b"lr = 0.2\n"), ("new.py", b"")])
+def test_outside_a_repository_the_files_beside_each_other_are_told_apart(here, monkeypatch, change):
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(here.parent))
+    (here / "train.py").write_text("lr = 0.1\n")
+    before = environment.describe()["files"]
+    (here / change[0]).write_bytes(change[1])
+    after = environment.describe()["files"]
+    assert {name for name in before | after if before.get(name) != after.get(name)} == {change[0]}
+
+
+@pytest.mark.parametrize("other", [torch.ones(2), torch.zeros(3), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int32)])
+def test_a_digest_tells_values_shapes_and_types_apart(other):
+    assert environment.digest([torch.zeros(2)]) == environment.digest([torch.zeros(4)[::2]])
+    assert environment.digest([torch.zeros(2)]) != environment.digest([other])
 
 
 def test_without_git_a_run_is_described_all_the_same(monkeypatch):

@@ -133,12 +133,47 @@ def test_a_process_number_that_was_given_anew_does_not_keep_a_run_alive(tmp_path
     assert dx.Run.load(tmp_path).status == "killed"
 
 
+def test_nothing_survives_a_restart_of_its_machine(tmp_path):
+    SHORT.save(tmp_path / "config.yaml")
+    recorder = Recorder(tmp_path)
+    recorder.result["process"]["boot"] = "before"
+    recorder.write()
+    assert dx.Run.load(tmp_path).status == "killed"
+
+
+def test_a_clock_that_is_set_kills_no_run(tmp_path, monkeypatch):
+    SHORT.save(tmp_path / "config.yaml")
+    Recorder(tmp_path)
+    create_time, boot_time = record.psutil.Process.create_time, record.psutil.boot_time
+    monkeypatch.setattr(record.psutil.Process, "create_time", lambda self: create_time(self) + 3600)
+    monkeypatch.setattr(record.psutil, "boot_time", lambda: boot_time() + 3600)
+    assert dx.Run.load(tmp_path).status == "running"
+
+
 def test_nobody_calls_a_run_on_another_machine_killed(tmp_path):
     SHORT.save(tmp_path / "config.yaml")
     recorder = Recorder(tmp_path)
     recorder.result["process"] |= {"host": "elsewhere", "pid": 2**22 + 1}
     recorder.write()
-    assert dx.Run.load(tmp_path).status == "running"
+    run = dx.Run.load(tmp_path)
+    assert (run.status, run.reason) == ("running", "on elsewhere: whether it still runs cannot be seen from here")
+
+
+def test_a_record_says_what_was_trained_on_and_what_came_of_it(tmp_path):
+    first, again, other = (
+        dx.train(SHORT.override({"seed": seed}), out=tmp_path / name) for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    a, b, c = (json.loads((run.folder / "environment.json").read_text()) for run in (first, again, other))
+    assert {name: part["samples"] for name, part in a["split"].items()} == {
+        "train": 400,
+        "validation": 100,
+        "test": 100,
+    }
+    assert a["split"] == b["split"]  # spirals are drawn from the seed
+    assert not [name for name in a["split"] if a["split"][name]["sha256"] == c["split"][name]["sha256"]]
+    assert a["device"] == "cpu"
+    weights = [json.loads((run.folder / "result.json").read_text())["weights"] for run in (first, again, other)]
+    assert weights[0] == weights[1] != weights[2]
 
 
 def test_a_folder_that_holds_a_run_is_left_as_it_is(tmp_path):
@@ -278,7 +313,7 @@ def test_a_run_is_recorded_where_it_began_wherever_the_loop_goes(here, monkeypat
 
 
 def test_ctrl_c_before_the_first_step_is_recorded_too(tmp_path, monkeypatch):
-    def interrupt(*arguments):
+    def interrupt(*arguments, **facts):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "write_environment", interrupt)

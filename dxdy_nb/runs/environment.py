@@ -1,9 +1,12 @@
 """Where a run took place: versions, code, device, and whether anybody is watching."""
 
+import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +14,24 @@ import numpy as np
 import torch
 
 LARGEST_DIFF = 1_000_000  # characters: a diff is kept to be read
+MOST_FILES = 100
 
 
 def describe(model: torch.nn.Module | None = None, data: Any = None) -> dict[str, Any]:
-    """Return versions, commit, device, threads, precision and deterministic flags as plain values."""
+    """Return versions, commit, changed files, threads, precision and deterministic flags as plain values."""
     commit = _git("rev-parse", "HEAD")
     top = _git("rev-parse", "--show-toplevel")
-    untracked = _git("ls-files", "--others", "--exclude-standard", "*.py", "*.ipynb") or ""  # in no diff
+    root = Path(top.strip() if top else Path.cwd()).resolve()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,  # with the build, which the installed package's own version leaves out
         "numpy": np.__version__,
         "dxdy_nb": importlib.metadata.version("dxdy_nb"),
-        "project": Path(top.strip() if top else Path.cwd()).name,
+        "project": root.name,
         "commit": commit.strip() if commit else None,
         "uncommitted_changes": bool(_git("status", "--porcelain")) if commit else None,
-        "untracked_files": untracked.splitlines()[:100],
+        "files": _digests(root, tracked=commit is not None),
         "model": class_name(model),
         "data": class_name(data),
         "cuda": torch.version.cuda,
@@ -38,6 +42,36 @@ def describe(model: torch.nn.Module | None = None, data: Any = None) -> dict[str
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
     }
+
+
+def _digests(root: Path, *, tracked: bool) -> dict[str, str]:
+    """Return a digest of each code file that the commit does not hold as it is, the script that runs among them."""
+    names = [str(path.relative_to(root)) for path in sorted(root.glob("*.py"))]  # without git: those beside each other
+    if tracked:
+        changed = _git("-C", str(root), "diff", "--name-only", "-z", "HEAD") or ""
+        others = _git("-C", str(root), "ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.ipynb") or ""
+        names = [name for name in f"{changed}\0{others}".split("\0") if name]
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    paths = [*(root / name for name in names[:MOST_FILES]), *([Path(script).resolve()] if script else [])]
+    found = [path for path in paths if path.is_file() and os.access(path, os.R_OK)]
+    return {(str(p.relative_to(root)) if p.is_relative_to(root) else p.name): digest([p.read_bytes()]) for p in found}
+
+
+def digest(parts: Iterable[bytes | memoryview | torch.Tensor]) -> str:
+    """Return 16 hex digits of the sha256 over texts or tensors; types and shapes of tensors count.
+
+    Examples
+    --------
+    >>> digest([torch.zeros(2)]) == digest([torch.zeros(2)]), digest([torch.zeros(2)]) == digest([torch.zeros(1, 2)])
+    (True, False)
+    """
+    sha = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            sha.update(f"{part.dtype}{tuple(part.shape)}".encode())
+            part = part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        sha.update(part)
+    return sha.hexdigest()[:16]
 
 
 def _gpu(number: int) -> str:

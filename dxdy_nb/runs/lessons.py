@@ -159,6 +159,8 @@ def run_notebook(notebook: Path, given: Mapping[str, Any], out: str | Path | Non
         finally:
             with contextlib.suppress(DxdyError):  # a folder that is gone has no results
                 recorder.result["metrics"] = record.read_result(folder).get("metrics", {})
+    if failed:
+        recorder.write(status=failed.status)
     result = recorder.result
     failure, bad_input = (str(failed), failed.bad_input) if failed else (None, False)
     return LessonRun(notebook.stem, result["status"], result["seconds"], target, result["metrics"], failure, bad_input)
@@ -167,9 +169,9 @@ def run_notebook(notebook: Path, given: Mapping[str, Any], out: str | Path | Non
 class _LessonFailed(Exception):
     """A cell failed, or the kernel died; the text is for the reader."""
 
-    def __init__(self, text: str, *, bad_input: bool = False) -> None:
+    def __init__(self, text: str, status: str = "failed", *, bad_input: bool = False) -> None:
         super().__init__(text)
-        self.bad_input = bad_input
+        self.status, self.bad_input = status, bad_input
 
 
 def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
@@ -195,13 +197,15 @@ def _execute(notebook: Path, target: Path, values: Mapping[str, Any]) -> None:
             raise KeyboardInterrupt from None
         if error.ename == DxdyError.__name__:
             raise _LessonFailed(error.evalue, bad_input=True) from None
-        raise _LessonFailed(_story(error.cell_index, error.source, f"{error.ename}: {error.evalue}")) from None
+        text = _story(error.cell_index, error.source, f"{error.ename}: {error.evalue}")
+        raise _LessonFailed(text, record.status_named([error.ename], error.evalue)) from None
     except DeadKernelError:
-        raise _LessonFailed("the kernel died. Was it killed, or out of memory?") from None
+        raise _LessonFailed("the kernel died. Was it killed, or out of memory?", "killed") from None
     except (RuntimeError, NoSuchKernel) as error:  # what a cell raises comes as papermill's own error
         raise _LessonFailed(f"the kernel did not start: {error}. Install the workbook anew with make lab.") from None
     except CellTimeoutError as error:
-        raise _LessonFailed(f"a cell took longer than {CELL_TIMEOUT} s. {str(error).splitlines()[0]}") from None
+        text = f"a cell took longer than {CELL_TIMEOUT} s. {str(error).splitlines()[0]}"
+        raise _LessonFailed(text, "timed_out") from None
 
 
 class _ExecutedCopy:

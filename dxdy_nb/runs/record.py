@@ -8,7 +8,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -88,13 +88,7 @@ class Run:
     @property
     def steps(self) -> "pd.DataFrame":
         """One row a step: of several ranks the loss over all samples, and their number together."""
-        steps = self.trace.steps
-        others = [trace.read(path.parent).steps for path in sorted(self.folder.glob(f"{RANKS}/*/trace.json"))]
-        if others:
-            counts = [one["effective_batch"] for one in (steps, *others)]
-            losses = [one["loss"] * count for one, count in zip((steps, *others), counts, strict=True)]
-            steps = steps.assign(loss=sum(losses) / sum(counts), effective_batch=sum(counts))
-        return steps
+        return steps_of(self.folder)
 
     @property
     def gradients(self) -> "pd.DataFrame":
@@ -134,14 +128,13 @@ class Recorder:
 
     def __init__(self, folder: Path, **facts: Any) -> None:
         self.path = folder.absolute() / "result.json"  # the loop may go to another directory
-        me = psutil.Process()
         self.result: dict[str, Any] = {
             "status": "running",
             "reason": None,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "seconds": None,
-            "process": {"host": socket.gethostname(), "pid": me.pid, "started": me.create_time()},
-            **({"parent": os.environ[PARENT]} if PARENT in os.environ else {}),
+            "process": _identity(psutil.Process()),
+            "parent": os.environ.get(PARENT),
             **facts,
         }
         self._began = time.perf_counter()
@@ -195,15 +188,28 @@ class Recorder:
             raise
 
 
-def write_environment(folder: Path, model: torch.nn.Module | None = None, data: Any = None) -> dict[str, Any]:
-    """Write ``environment.json`` and, where there are uncommitted changes, ``diff.patch``; return the former.
+def steps_of(folder: Path, read: Callable[[Path], trace.Trace] = trace.read) -> "pd.DataFrame":
+    """Return the table of a run's steps: of several ranks the loss over all samples, and their number together."""
+    steps = read(folder).steps
+    others = [read(path.parent).steps for path in sorted(folder.glob(f"{RANKS}/*/trace.json"))]
+    if others:
+        counts = [one["effective_batch"] for one in (steps, *others)]
+        losses = [one["loss"] * count for one, count in zip((steps, *others), counts, strict=True)]
+        steps = steps.assign(loss=sum(losses) / sum(counts), effective_batch=sum(counts))
+    return steps
+
+
+def write_environment(
+    folder: Path, model: torch.nn.Module | None = None, data: Any = None, **facts: Any
+) -> dict[str, Any]:
+    """Write ``environment.json`` with more facts and, where there are uncommitted changes, ``diff.patch``; return it.
 
     Raises
     ------
     DxdyError
         The folder cannot be written.
     """
-    described, diff = environment.describe(model, data), environment.uncommitted_diff()
+    described, diff = {**environment.describe(model, data), **facts}, environment.uncommitted_diff()
     try:
         write_json(folder / "environment.json", described)
         if diff:
@@ -279,6 +285,8 @@ def read_result(folder: Path) -> dict[str, Any]:
             raise ValueError
         if result["status"] == "running" and not _alive(result["process"]):
             result["status"], result["reason"] = "killed", "the process ended without a word"
+        elif result["status"] == "running" and result["process"]["host"] != socket.gethostname():
+            result["reason"] = f"on {result['process']['host']}: whether it still runs cannot be seen from here"
     except OSError as error:
         raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is {folder} a run's folder?") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -357,7 +365,7 @@ def take_over(folder: Path) -> dict[str, Any]:
 
 
 def end(folder: Path, error: BaseException) -> None:
-    """Write down what ended a run, from outside of it."""
+    """Write down what ended a run, from outside of it: ``TimeoutError`` where a driver stopped it at its time limit."""
     result = read_result(folder)
     if result["status"] not in ("completed", "diverged"):
         write_json(folder / "result.json", {**result, "status": status_of(error), "reason": _reason(error)})
@@ -369,21 +377,46 @@ def _reason(error: BaseException) -> str:
 
 def status_of(error: BaseException) -> str:
     """Return the run status that an exception stands for."""
-    if isinstance(error, KeyboardInterrupt):
+    return status_named({kind.__name__ for kind in type(error).__mro__}, str(error))
+
+
+def status_named(kinds: Collection[str], text: str) -> str:
+    """Return the run status that an exception of another process stands for, by the names of its classes and its text.
+
+    Examples
+    --------
+    >>> status_named(["TimeoutError"], "stopped after 60 s")
+    'timed_out'
+    """
+    if "KeyboardInterrupt" in kinds:
         return "interrupted"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error):
-        return "out_of_memory"  # torch has no class of its own for a CPU without memory
-    return "timed_out" if isinstance(error, TimeoutError) else "failed"
+    # Torch has no class of its own for a CPU without memory.
+    if {"OutOfMemoryError", "MemoryError"} & set(kinds) or "allocate memory" in text:
+        return "out_of_memory"
+    return "timed_out" if "TimeoutError" in kinds else "failed"
 
 
-def _alive(process: Mapping[str, Any]) -> bool:
-    """Return whether a recorded process still runs; a process number that was given anew has another start time."""
-    if process["host"] != socket.gethostname():
+def _identity(process: psutil.Process) -> dict[str, Any]:
+    """Return what tells a process from all others: a number is given anew, and a clock is set."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # Linux: another one after each start of the machine
+    return {
+        "host": socket.gethostname(),
+        "boot": boot.read_text().strip() if boot.exists() else None,
+        "pid": process.pid,
+        "started": process.create_time() - psutil.boot_time(),  # both move with the clock, their distance does not
+    }
+
+
+def _alive(recorded: Mapping[str, Any]) -> bool:
+    """Return whether a recorded process still runs."""
+    if recorded["host"] != socket.gethostname():
         return True  # nobody can tell from here
     try:
-        found = psutil.Process(process["pid"])
+        found = psutil.Process(recorded["pid"])
+        now = _identity(found)
         # A dead process stays in the table until its parent asks for it, in a container often for ever.
-        return found.status() != psutil.STATUS_ZOMBIE and abs(found.create_time() - process["started"]) < 1
+        same = recorded.get("boot") == now["boot"] and abs(recorded["started"] - now["started"]) < 1
+        return same and found.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from dxdy_nb.errors import DxdyError, suggestion
+from dxdy_nb.runs.environment import digest
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -55,6 +56,17 @@ class Splits:
     validation: Samples
     test: Samples
     classes: int
+
+    def described(self) -> dict[str, dict[str, Any]]:
+        """Return how many samples each part has, and a digest of what they are.
+
+        Examples
+        --------
+        >>> load("digits").described()["test"]["samples"]
+        299
+        """
+        parts = {"train": self.train, "validation": self.validation, "test": self.test}
+        return {name: {"samples": len(p), "sha256": digest([p.x, p.y, p.ids])} for name, p in parts.items()}
 
 
 def load(name: str, seed: int = 0) -> Splits:

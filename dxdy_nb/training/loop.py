@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import signal
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from dxdy_nb.observe.observer import Watch
 from dxdy_nb.ranks.log import logged
 from dxdy_nb.ranks.pool import launch
 from dxdy_nb.ranks.session import Session, session
-from dxdy_nb.runs.environment import attended
+from dxdy_nb.runs.environment import attended, digest
 from dxdy_nb.runs.folder import RANKS
 from dxdy_nb.runs.record import Recorder, Run, end, recorded, write_environment
 from dxdy_nb.training import checkpoint, datasets, models
@@ -134,7 +135,7 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
     parallel, every = contextlib.ExitStack(), config.checkpoint_every
     with patient(s) as stop, parallel, Recorder(folder, kind="training", **facts, **resumed) as recorder:
         config.save(folder / "config.yaml")
-        code = write_environment(folder, model, data.train)
+        code = write_environment(folder, model, data.train, device=str(device), split=data.described())
         trained: nn.Module = model
         if s.world_size > 1:
             parallel.enter_context(logged(begin.folder / RANKS / f"rank{s.rank}.jsonl", s.rank, close=0))
@@ -146,6 +147,7 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
             begin.state.restore(parts, s, code)
         steps = windows(loader, config.accumulation_steps, total, begin.step)
         first = begin.step if begin.resumed else None
+        validating = 0.0  # seconds
         with Watch(model, optimizer, folder, budget=None, blackbox=BlackBox(folder), first=first):
             for step, window in enumerate(progress(steps, total, begin.step), start=begin.step + 1):
                 scale = scaler.get_scale()
@@ -163,8 +165,11 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
                     scheduler.step()
                 validates = step % (config.validate_every * epoch) == 0 or step == total
                 if s.is_main and validates:
+                    begun = time.perf_counter()
                     validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
-                    recorder.write(validation=validation, metrics=named("validation", validation[-1]))
+                    validating += time.perf_counter() - begun
+                    metrics = named("validation", validation[-1])
+                    recorder.write(validation=validation, validation_seconds=round(validating, 3), metrics=metrics)
                 last = step == total or bool(stop)
                 if last or (every and (step % every == 0 or validates)):
                     place = {"step": step, "epoch": step // epoch, "windows": step % epoch}
@@ -174,7 +179,8 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
                     break
             else:
                 test = named("test", evaluate(model, data.test, loss_fn)) if s.is_main else {}
-                recorder.write(status="completed", metrics={**recorder.result["metrics"], **test})
+                weights = digest(model.state_dict().values())
+                recorder.write(status="completed", metrics={**recorder.result["metrics"], **test}, weights=weights)
     return Run.of(folder, recorder.result, config, model)  # not read back: a disk that is full costs no trained model
 
 
