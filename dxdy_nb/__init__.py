@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dxdy_nb.ranks.pool import launch as launch
     from dxdy_nb.ranks.session import session as session
     from dxdy_nb.ranks.verify import verify_ranks as verify_ranks
+    from dxdy_nb.runs.compare import compare as compare
     from dxdy_nb.runs.record import Run as Run
     from dxdy_nb.runs.record import result as result
     from dxdy_nb.training.ablation import ablate as ablate
@@ -34,6 +35,7 @@ _HOMES = {
     "RunConfig": "config",
     "ablate": "training.ablation",
     "check_gradients": "autograd.check",
+    "compare": "runs.compare",
     "diagnose": "diagnosis.diagnose",
     "diagnose_ranks": "diagnosis.ranks",
     "graph": "autograd.graph",

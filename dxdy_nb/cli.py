@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("file", type=Path, metavar="FILE", help="a checkpoint, or a table with a loss")
     inspect.add_argument("later", type=Path, nargs="?", metavar="LATER", help="a later checkpoint: what did not move?")
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
+    _add_runs(commands)
     return parser
 
 
@@ -128,6 +129,35 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument("--memory-limit", type=float, metavar="MB", help="of each run's processes together")
     sweep.add_argument("--out", type=Path, metavar="DIR", help="the folder of the runs (default runs/<id>/)")
     sweep.add_argument("--json", action="store_true", help="print the results as JSON")
+
+
+def _add_runs(commands: Any) -> None:
+    runs = _command(
+        commands,
+        "runs",
+        _runs,
+        "list the recorded runs, failed ones too; show one; compare two; part of an ID that only one run has is enough",
+        "dxdy runs --status failed --status killed, dxdy runs --where optimizer=adam --sort=-test_accuracy, "
+        "dxdy runs show 1f2e, dxdy runs compare 1f2e 77b0",
+    )
+    runs.add_argument("--in", dest="parent", type=Path, default=Path("runs"), metavar="DIR", help="default runs/")
+    runs.add_argument("--json", action="store_true", help="print as JSON")
+    runs.add_argument("--status", action="append", metavar="STATUS", help="only runs that ended so; may be repeated")
+    runs.add_argument("--where", action="append", default=[], metavar="NAME=VALUE", help="only runs with this value")
+    runs.add_argument(
+        "--sort", metavar="NAME", help="by a field, a result or a figure; --sort=-NAME: the largest first"
+    )
+    kinds = runs.add_subparsers(metavar="show | compare | export", title="about one run, or two")
+    show = _command(kinds, "show", _runs_show, "all that a run's folder tells", "dxdy runs show 1f2e")
+    compare = _command(kinds, "compare", _runs_compare, "what differs between two runs", "dxdy runs compare 1f2e 77b0")
+    export = _command(kinds, "export", _runs_export, "for TensorBoard", "dxdy runs export 1f2e --tensorboard events")
+    for parser, names in ((show, ["ID"]), (compare, ["A", "B"]), (export, ["ID"])):
+        for name in names:
+            parser.add_argument(name.lower(), metavar=name, help="a run's ID, part of it, or its folder")
+        default = argparse.SUPPRESS  # what stands before the word holds where nothing stands after it
+        parser.add_argument("--in", dest="parent", type=Path, default=default, metavar="DIR", help="default runs/")
+        parser.add_argument("--json", action="store_true", default=default, help="print as JSON")
+    export.add_argument("--tensorboard", type=Path, required=True, metavar="DIR", help="where the events go")
 
 
 def _count(text: str) -> int:
@@ -316,6 +346,50 @@ def _replay(options: argparse.Namespace) -> int:
     from dxdy_nb.runs import script
 
     return script.replay(options.run)
+
+
+def _runs(options: argparse.Namespace) -> int:
+    from dxdy_nb.runs import compare, entries, listing, record
+
+    wanted = parse_assignments(options.where)
+    for status in options.status or ():
+        if status not in record.STATUSES:
+            raise DxdyError(f"runs --status: no status is called {status!r}.{suggestion(status, record.STATUSES)}")
+    if options.status:
+        wanted["status"] = options.status
+    table = compare.table(entries.entries(options.parent), wanted, options.sort)
+    print(
+        table.reset_index().to_json(orient="records", indent=1, double_precision=15)
+        if options.json
+        else listing.listing(table)
+    )
+    return FINE
+
+
+def _runs_show(options: argparse.Namespace) -> int:
+    from dxdy_nb.runs import entries, listing
+
+    found = entries.find(options.parent, options.id)
+    told = {"id": found.id, **vars(found), "folder": str(found.folder)}
+    print(json.dumps(told, indent=1, default=str) if options.json else listing.story(found))
+    return FINE
+
+
+def _runs_compare(options: argparse.Namespace) -> int:
+    from dxdy_nb.runs import compare, entries
+
+    found = compare.compare(*(entries.find(options.parent, name).folder for name in (options.a, options.b)))
+    print(found.to_json() if options.json else found)
+    return FINE
+
+
+def _runs_export(options: argparse.Namespace) -> int:
+    from dxdy_nb.observe import trace
+    from dxdy_nb.runs import entries
+
+    trace.read(entries.find(options.parent, options.id).folder).to_tensorboard(options.tensorboard)
+    print(f"{options.tensorboard}: written. Look at it: tensorboard --logdir {options.tensorboard}")
+    return FINE
 
 
 def _table(done: "Sequence[lessons.LessonRun]") -> str:

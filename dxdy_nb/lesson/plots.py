@@ -343,6 +343,35 @@ def ablation(found: "Ablation") -> Figure:
     return _finished(figure)
 
 
+def comparison(first: "pd.DataFrame", second: "pd.DataFrame", apart: int | None) -> Figure:
+    """Return two runs' tables of steps side by side: loss, how far the losses are apart, and the time of a step.
+
+    A grey line is the first step that differs.
+
+    Examples
+    --------
+    >>> comparison(run_a.steps, run_b.steps, 0)  # doctest: +SKIP
+    """
+    figure, axes = new_figure("two runs: their losses, the distance between these, and the time of a step", columns=3)
+    losses, distance, times = axes[0]
+    for place, (name, steps) in enumerate((("A", first), ("B", second))):
+        losses.plot(steps.index, steps["loss"], label=name, linestyle=_dash(place))
+        usual = 1000 * steps["step_time"].iloc[1:]  # the first step warms up, and would press the others flat
+        times.plot(usual.index, usual, label=name, linewidth=0.8, linestyle=_dash(place))
+    gap = (first["loss"] - second["loss"]).dropna().abs()
+    if (gap > 0).any():
+        distance.plot(gap.index, gap.where(gap > 0), marker="." if len(gap) < 40 else None)
+        distance.set_yscale("log")
+    else:
+        distance.text(0.5, 0.5, "no difference", transform=distance.transAxes, ha="center")
+    for ax, label in ((losses, "loss"), (distance, "|loss of A − loss of B|"), (times, "milliseconds a step")):
+        ax.set(xlabel="step", ylabel=label)
+    for ax in (losses, distance) if apart is not None else ():
+        ax.axvline(apart, color=GREY, linewidth=4, zorder=0)
+    losses.legend(frameon=False)
+    return _finished(figure)
+
+
 def _finished(figure: Figure) -> Figure:
     for ax in figure.axes:
         ax.minorticks_off()  # on log axes they cost more than everything else, and nobody reads them

@@ -398,6 +398,26 @@ def read(folder: str | Path) -> Trace:
     return Reader(folder).update()
 
 
+def glance(folder: Path) -> Trace:
+    """Return a trace of which only what is asked for is read: for the steps of many runs, or of a long one.
+
+    Its records are not compared with their checksums, and cannot be written.
+
+    Raises
+    ------
+    DxdyError
+        There is no trace, or it is not one of ours.
+    """
+    segments = []
+    for number, layout in enumerate(_read_layouts(folder / "trace.json")):
+        path = folder / _file_name(number)
+        with _reading(path) as (file, _):
+            count = (os.fstat(file.fileno()).st_size - HEADER) // layout.record.itemsize
+        records = np.memmap(path, layout.record, "r", HEADER, (count,)) if count else np.zeros(0, layout.record)
+        segments.append(Segment(layout, records))
+    return Trace(tuple(segments))
+
+
 def _file_name(segment: int) -> str:
     return f"trace.{segment}.bin" if segment else "trace.bin"
 

@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ STATUSES = (
     *("out_of_memory", "timed_out", "interrupted", "killed"),
 )
 LESSON_FOLDER = "DXDY_RUN_FOLDER"  # the environment variable by which a lesson's kernel knows where its record is
+LONGEST_TRACEBACK = 5000  # characters, of the end
 PARENT = "DXDY_PARENT"  # the environment variable that names the folder of the sweep or ablation a run belongs to
 
 
@@ -63,12 +65,12 @@ class Run:
         Raises
         ------
         DxdyError
-            The folder holds no run, or one of a lesson.
+            The folder holds no run, or one of a lesson or a script.
         """
         folder = Path(folder)
         result = read_result(folder)
-        if result.get("kind") == "lesson":
-            raise DxdyError(f"{folder}: holds a lesson, no training run. Look at its notebook.ipynb and result.json.")
+        if (kind := result.get("kind")) in ("lesson", "script"):
+            raise DxdyError(f"{folder}: holds a {kind}, no training run. Look at it with `dxdy runs show {folder}`.")
         return cls.of(folder, result, RunConfig.load(folder / "config.yaml"))
 
     @classmethod
@@ -177,7 +179,8 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         if error is not None:
-            self.result["status"], self.result["reason"] = status_of(error), _reason(error)
+            self.result |= {"status": status_of(error), "reason": _reason(error)}
+            self.result["traceback"] = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
         elif self.result["status"] == "running":
             self.result["status"] = "completed"
         self.result["seconds"] = round(time.perf_counter() - self._began, 3)
