@@ -160,11 +160,10 @@ def compare(first: str | Path | Run, second: str | Path | Run | None = None) -> 
 
     Examples
     --------
-    >>> a, b = (train(RunConfig(max_steps=2, lr=lr), out=tmp_path / str(lr)) for lr in (0.1, 0.2))
-    >>> print(compare(a, b).config)
-            A    B
-    field
-    lr     0.1  0.2
+    >>> import dxdy_nb as dx
+    >>> a, b = (dx.train(dx.RunConfig(max_steps=2, lr=lr), out=tmp_path / str(lr)) for lr in (0.1, 0.2))
+    >>> compare(a, b).config.to_dict("index")
+    {'lr': {'A': 0.1, 'B': 0.2}}
     >>> compare(tmp_path).loc["0.1", "status"]
     'completed'
     """
