@@ -44,8 +44,7 @@ class Divergence:
         what = f"{self.column} of {self.parameter}" if self.parameter else self.column
         first, second = self.values
         text = f"step {self.step}: {what}, {first!r} and {second!r}"
-        some = ", ".join(self.others[:4]) + (", …" if len(self.others) > 4 else "")
-        return f"{text}\n  there too: {some}" if some else text
+        return f"{text}\n  there too: {_some(self.others)}" if self.others else text
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class Comparison:
     notes : what else is to be said, a sentence each: parameters that are not in both, folders with a problem
     divergence : the first step that differs, None where no common one does
     steps : the number of steps of each run
-    weights : whether the final weights are bit-equal; None where it is not known
+    weights : the final weights that are not bit-equal, by name; None where they were not recorded
     """
 
     runs: tuple[Path, Path]
@@ -72,14 +71,12 @@ class Comparison:
     notes: tuple[str, ...]
     divergence: Divergence | None
     steps: tuple[int, int]
-    weights: bool | None
+    weights: tuple[str, ...] | None
 
     @property
     def equal(self) -> bool:
         """Whether all steps are bit-equal, and the final weights where they are known."""
-        return (
-            not self.divergence and not self.notes and self.weights is not False and self.steps[0] == self.steps[1] > 0
-        )
+        return not self.divergence and not self.notes and not self.weights and self.steps[0] == self.steps[1] > 0
 
     def __str__(self) -> str:
         first, second = (folder.name for folder in self.runs)
@@ -94,9 +91,8 @@ class Comparison:
     def verdict(self) -> str:
         """Where the two runs went apart, in words."""
         steps = f"{self.steps[0]} and {self.steps[1]} steps"
-        weights = {True: ", the final weights too", False: "", None: ""}[self.weights]
         if self.equal:
-            return f"bit-equal: all {self.steps[0]} steps{weights}"
+            return f"bit-equal: all {self.steps[0]} steps{'' if self.weights is None else ', the final weights too'}"
         lines = list(self.notes[:MOST_NOTES])
         if len(self.notes) > MOST_NOTES:
             lines.append(f"and {len(self.notes) - MOST_NOTES} more")
@@ -106,8 +102,8 @@ class Comparison:
             lines.append(f"{steps} are recorded: there is no step to compare")
         elif self.steps[0] != self.steps[1]:
             lines.append(f"{steps}: bit-equal as far as both go")
-        if self.weights is not None and not self.divergence:
-            lines.append(f"the final weights are {'bit-equal' if self.weights else 'different'}")
+        if self.weights is not None:
+            lines.append(f"final weights: {_some(self.weights) or 'bit-equal'}{' differ' if self.weights else ''}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -125,7 +121,7 @@ class Comparison:
                 "notes": self.notes,
                 "first_difference": apart and {k: _finite(v) for k, v in apart.items()},
                 "steps": self.steps,
-                "weights_equal": self.weights,
+                "different_weights": self.weights,
             },
             indent=1,
         )
@@ -178,7 +174,7 @@ def compare(first: str | Path | Run, second: str | Path | Run | None = None) -> 
     traces = [_trace(one.folder) for one in (a, b)]
     steps = [steps_of(one.folder) if seen.segments else seen.steps for one, seen in zip((a, b), traces, strict=True)]
     notes = (*a.problems, *b.problems, *_other_parameters(*traces))
-    weights = [one.result.get("weights") for one in (a, b)]
+    weights = [one.result.get("weights", {}) for one in (a, b)]
     groups = [_seeds(one) for one in (a, b)]
     return Comparison(
         runs=(a.folder, b.folder),
@@ -189,7 +185,7 @@ def compare(first: str | Path | Run, second: str | Path | Run | None = None) -> 
         notes=notes,
         divergence=_divergence(traces[0], traces[1], steps[0], steps[1]),
         steps=(len(steps[0]), len(steps[1])),
-        weights=weights[0] == weights[1] if all(weights) else None,
+        weights=tuple(_side_by_side("tensor", *weights).index) if all(weights) else None,
     )
 
 
@@ -216,8 +212,10 @@ def table(found: Sequence[Entry], wanted: Mapping[str, Any] | None = None, sort:
     if sort:
         texts = None if pd.api.types.is_numeric_dtype(frame[sort]) else lambda values: values.astype(str)
         frame = frame.sort_values(sort, kind="stable", key=texts, ascending=not descending)
-    fields = {column(name) for one in found for name in one.config} & {*frame.columns}
-    return frame.drop(columns=[name for name in fields if len(set(map(repr, frame[name]))) < 2]).set_index("id")
+    configs = [one.config for one in found if one.id in {*frame["id"]}]
+    fields = {name for config in configs for name in config}
+    same = [name for name in fields if len({repr(config[name]) for config in configs if name in config}) < 2]
+    return frame.drop(columns=map(column, same)).set_index("id")
 
 
 def _trace(folder: Path) -> trace.Trace:
@@ -379,6 +377,10 @@ def _told(apart: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
 def _same(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
     """Return where two tables hold the same, NaN and NaN too."""
     return np.asarray((a == b) | ((a != a) & (b != b)))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _finite(value: Any) -> Any:

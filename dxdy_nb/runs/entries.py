@@ -52,9 +52,10 @@ class Entry:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The results that are single values; those of a watched script are its report's."""
-        plain = {name: value for name, value in self.result.get("metrics", {}).items() if _single(value)}
-        return {} if self.result.get("kind") == "script" else plain
+        """The results that are single values; of a watched script, which names none, the first and the last loss."""
+        told = self.result.get("metrics", {})
+        of_scripts = {"first_loss", "last_loss"} if self.script else told.keys()
+        return {name: value for name, value in told.items() if _single(value) and name in of_scripts}
 
     def efficiency(self) -> dict[str, float]:
         """Return the figures of efficiency: seconds, bytes, samples a second; NaN where they were not recorded."""
@@ -96,8 +97,11 @@ class Entry:
 
 def entry(folder: Path) -> Entry:
     """Return what a folder holds; what cannot be read is a problem of the entry, and no error."""
-    if not os.access(folder, os.R_OK | os.X_OK):
-        return Entry(folder, {}, {}, {}, (f"{folder}: cannot be read. Does it belong to another user?",))
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        problem = f"{folder}: cannot be read ({error.strerror}). Does it belong to another user?"
+        return Entry(folder, {}, {}, {}, (problem,))
     found: dict[str, dict[str, Any]] = {"result": {}, "config": {}, "environment": {}}
     problems: list[str] = []
     try:
@@ -121,7 +125,7 @@ def entry(folder: Path) -> Entry:
     except DxdyError as error:
         problems.append(str(error).splitlines()[0])
     try:
-        if (folder / "trace.json").exists():
+        if os.path.exists(folder / "trace.json"):  # Path.exists raises where the folder is another user's
             trace.glance(folder)
     except DxdyError as error:
         problems.append(str(error))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 LAST = 5  # steps that are shown
+LONGEST_CAUSE = 60  # characters of a cause that has something after it
 STEP_COLUMNS = ["loss", "lr", "grad_norm", "effective_batch", "skipped", "step_time"]
 
 
@@ -32,7 +33,9 @@ def listing(table: "pd.DataFrame", width: int | None = None) -> str:
     for name, row in table.iterrows():
         own = {str(key): _word(value) for key, value in row.items()}
         rest = [f"{key}={value}" for key, value in own.items() if key not in OWN and value]
-        last = ". ".join(filter(None, [own.get("reason"), " ".join(rest)]))
+        reason = own.get("reason", "")
+        cause = reason[:LONGEST_CAUSE] + "…" if rest and len(reason) > LONGEST_CAUSE else reason
+        last = "  ".join(filter(None, [cause, " ".join(rest)]))
         rows.append((str(name), own["status"], own.get("name", ""), own.get("seconds", ""), last))
     widths = [max(len(row[place]) for row in rows) for place in range(4)]
     lines = ["  ".join([*(t.ljust(w) for t, w in zip(row, widths, strict=False)), row[4]]) for row in rows]

@@ -179,7 +179,7 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
                     break
             else:
                 test = named("test", evaluate(model, data.test, loss_fn)) if s.is_main else {}
-                weights = digest(model.state_dict().values())
+                weights = {name: digest([tensor]) for name, tensor in model.state_dict().items()}
                 recorder.write(status="completed", metrics={**recorder.result["metrics"], **test}, weights=weights)
     return Run.of(folder, recorder.result, config, model)  # not read back: a disk that is full costs no trained model
 
