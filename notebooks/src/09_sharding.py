@@ -108,8 +108,8 @@ device = 4_000_000  # bytes
 lesson.predict("Bytes for weights, gradients and Adam's moments, in one process", None)
 
 # %% [markdown]
-# One process first, as always: it is what the ranks are compared with. The samples of a step are 120, those of all
-# ranks together.
+# One process first, as always: it is what the ranks are compared with. A step takes 120 samples, whoever reads them;
+# `share` gives a rank its part.
 
 # %%
 net = build(seed)
@@ -500,7 +500,6 @@ def anchored(rank, world_size):
         return type(error).__name__, str(error), full((weight - anchor).square().sum()).item()
 
 
-# %%
 name, text, penalty = on_ranks(anchored)[0]
 print(name, "-", text)
 print("with the remedy the penalty is", penalty)
