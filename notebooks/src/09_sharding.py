@@ -424,9 +424,9 @@ plots.show(figure)
 # (The lower line is flat in the backward pass because the hooks look only when some layer is whole, and the six in the
 # middle are of one size.)
 #
-# The root alone gives no error and no warning, the same losses, and 8 bytes a weight beside the shards: all weights, and
-# soon all gradients. With two ranks that is as much as DDP holds. The peak to plan with is the shards and, beside them,
-# the largest *group* whole: its weights and, until they are scattered, its gradients.
+# The root alone gives no error and no warning, and the same losses. It needs 8 bytes a weight beside the shards: all
+# weights, and soon all gradients. With two ranks that is as much as DDP holds. The peak to plan with is the shards and,
+# beside them, the largest *group* whole: its weights and, until they are scattered, its gradients.
 
 # %%
 peak = most["FSDP2"] + 2 * 4 * max(layers)
