@@ -108,6 +108,15 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("later", type=Path, nargs="?", metavar="LATER", help="a later checkpoint: what did not move?")
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
     _add_runs(commands)
+
+    env = _command(
+        commands,
+        "env",
+        _env,
+        "say whether this environment is fit for training: a line a check, with what to do next; changes nothing",
+        "dxdy env, dxdy env --json > env.json",
+    )
+    env.add_argument("--json", action="store_true", help="print the lines, and the facts behind them, as JSON")
     return parser
 
 
@@ -304,6 +313,14 @@ def _inspect(options: argparse.Namespace) -> int:
     report = inspect(options.file, options.later)
     print(report.to_json() if options.json else report)
     return FINE if report.healthy else PROBLEM
+
+
+def _env(options: argparse.Namespace) -> int:
+    from dxdy_nb.runs import doctor
+
+    facts, lines = doctor.examine()
+    print(json.dumps(doctor.as_json(facts, lines), indent=1) if options.json else doctor.text(lines))
+    return FINE if doctor.fit(lines) else PROBLEM
 
 
 def _made(target: str) -> dict[str, Any]:
