@@ -45,6 +45,15 @@ def _parser() -> argparse.ArgumentParser:
     lab = _command(commands, "lab", _lab, "open the workbook in JupyterLab", "dxdy lab --no-browser")
     lab.add_argument("--no-browser", action="store_true", help="only print the address")
     lab.add_argument("--port", type=_port, default=8888, help="the first port to try (default %(default)s)")
+    lab.allow_abbrev = False  # or --o would be so many words
+    lab.add_argument("--ip", default="127.0.0.1", help="where to listen (default: on this machine only)")
+    lab.add_argument("--host", action="append", default=[], help="a name to answer to, beside localhost; repeatable")
+    lab.add_argument(
+        "--open-to-the-network-without-a-password",
+        dest="unlocked",
+        action="store_true",
+        help="with --ip: the token alone keeps others out",
+    )
 
     run = _command(
         commands,
@@ -188,29 +197,17 @@ def _command(commands: Any, name: str, function: Any, help_text: str, example: s
 
 
 def _lab(options: argparse.Namespace) -> NoReturn:
-    """Start JupyterLab on the first lesson: on this machine only, with a token that it makes itself and prints."""
-    from dxdy_nb.runs import lessons
+    """Start JupyterLab on the first lesson."""
+    from dxdy_nb.runs import lab
 
-    command = [
-        *(sys.executable, "-m", "jupyterlab"),
-        "--ServerApp.ip=127.0.0.1",
-        f"--ServerApp.port={options.port}",
-        f"--ServerApp.root_dir={lessons.NOTEBOOKS.parent}",
-        f"--LabApp.default_url=/lab/tree/{lessons.NOTEBOOKS.name}/{lessons.names()[0]}.ipynb",
-        "--LabApp.news_url=None",
-        "--Application.log_level=WARN",  # the address, and no page of log around it
-        "--LanguageServerManager.autodetect=False",
-        "-y",  # one Ctrl-C is enough
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        *(["--no-browser"] if options.no_browser else []),
-        # Jupyter refuses to run as root unless told: in a container root is the usual user.
-        *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),
-    ]
-    # Settings for a person who opens the workbook for the first time: no question before the first lesson.
-    settings = Path(__file__).parent / "lesson" / "jupyter"
-    paths = [str(settings), *filter(None, [os.environ.get("JUPYTER_CONFIG_PATH")])]
-    environment = {**os.environ, "JUPYTER_CONFIG_PATH": os.pathsep.join(paths)}
-    os.execve(sys.executable, command, environment)  # this process becomes Jupyter: signals and exit code are its own
+    command = lab.command(
+        port=options.port,
+        browser=not options.no_browser,
+        ip=options.ip,
+        hosts=options.host,
+        unlocked=options.unlocked,
+    )
+    os.execve(sys.executable, command, lab.environment())  # this process becomes Jupyter: signals and exit code too
 
 
 def _run(options: argparse.Namespace) -> int:

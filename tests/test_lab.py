@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import nbformat
+import psutil
 import pytest
+import sockets
 from playwright.sync_api import Browser, Locator, Page
 
 from dxdy_nb.runs import lessons
@@ -62,10 +64,12 @@ class Lab(NamedTuple):
     address: str
     token: str
     root: Path
+    process: psutil.Process
 
-    def status(self, path: str, token: str | None = None) -> tuple[int, str]:
+    def status(self, path: str, token: str | None = None, host: str | None = None) -> tuple[int, str]:
         """Return the status of a request and where it led."""
         header = {"Authorization": f"token {token}"} if token else {}
+        header |= {"Host": host} if host else {}
         try:
             with urllib.request.urlopen(urllib.request.Request(self.address + path, headers=header)) as answer:
                 return answer.status, answer.url
@@ -112,7 +116,7 @@ def wait_for(process: subprocess.Popen, log: Path, root: Path) -> Lab:
             r"(http://127\.0\.0\.1:\d+)/lab/tree/notebooks/00_start_here.ipynb\?token=(\w+)", log.read_text()
         )
         if printed:
-            return Lab(printed[1], printed[2], root)
+            return Lab(printed[1], printed[2], root, psutil.Process(process.pid))
         time.sleep(0.2)
     raise AssertionError(f"JupyterLab did not come up:\n{log.read_text()}")
 
@@ -142,6 +146,56 @@ def test_only_who_has_the_token_comes_in(lab: Lab) -> None:
     status, led_to = lab.status("/lab")
     assert status == 200
     assert "/login" in led_to
+
+
+@pytest.mark.browser
+def test_it_answers_to_the_name_of_this_machine_alone(lab: Lab) -> None:
+    port = lab.address.rpartition(":")[2]
+    assert lab.status("/api/contents", lab.token, host=f"localhost:{port}")[0] == 200
+    assert lab.status("/api/contents", lab.token, host=f"evil.example:{port}")[0] == 403
+
+
+@pytest.mark.browser
+def test_it_and_its_kernels_listen_on_loopback_alone(lab: Lab) -> None:
+    header = {"Authorization": f"token {lab.token}", "Content-Type": "application/json"}
+    body = json.dumps({"name": "python3"}).encode()
+    with urllib.request.urlopen(urllib.request.Request(lab.address + "/api/kernels", body, header)) as answer:
+        kernel = json.load(answer)["id"]
+    try:
+        deadline = time.monotonic() + WAIT / 1000
+        seen: set[tuple[str, str]] = set()
+        while not any("ipykernel" in command for _, command in seen):
+            seen = sockets.listening(lab.process)
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        gone = urllib.request.Request(f"{lab.address}/api/kernels/{kernel}", headers=header, method="DELETE")
+        urllib.request.urlopen(gone).close()
+    assert any("jupyterlab" in command for _, command in seen)
+    assert not [address for address, _ in seen if sockets.is_open(address)]
+
+
+@pytest.mark.browser
+def test_a_lesson_is_not_trusted_and_shows_its_pictures(lab: Lab, browser: Browser) -> None:
+    name = "01_autograd_graph.ipynb"
+    header = {"Authorization": f"token {lab.token}"}
+    with urllib.request.urlopen(
+        urllib.request.Request(f"{lab.address}/api/contents/notebooks/{name}", headers=header)
+    ) as answer:
+        cells = json.load(answer)["content"]["cells"]
+    assert not any(cell["metadata"]["trusted"] for cell in cells if cell["cell_type"] == "code" and cell["outputs"])
+    page = open_notebook(browser, lab, name)
+    page.locator(".jp-WindowedPanel-outer").first.hover()
+
+    def shown(kind: str) -> bool:
+        page.mouse.wheel(0, 600)
+        pictures = page.locator(f".jp-OutputArea img[src^='data:image/{kind}']")
+        return any(picture.evaluate("picture => picture.naturalWidth") > 100 for picture in pictures.all())
+
+    for kind in ("svg+xml", "png"):
+        until(page, lambda kind=kind: shown(kind), f"a picture of kind {kind} must be seen")
+        page.mouse.wheel(0, -1_000_000)
+    page.close()
 
 
 def until(page: Page, found: Callable[[], bool], what: str) -> None:

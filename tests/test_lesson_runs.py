@@ -1,10 +1,11 @@
-"""Every lesson runs with other parameters, and its named results keep within their bounds."""
+"""Every lesson runs with other parameters; its named results keep within their bounds, and it listens to no network."""
 
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import sockets
 
 from dxdy_nb.runs import lessons
 
@@ -26,7 +27,9 @@ def test_every_lesson_is_run_with_other_parameters_than_its_own() -> None:
 
 @pytest.mark.parametrize(("lesson", "case"), CASES, ids=lambda v: v if isinstance(v, str) else str(v["parameters"]))
 def test_results_keep_within_their_bounds(lesson: str, case: dict[str, Any], here: Path) -> None:
-    run = lessons.run(lesson, case["parameters"])
+    with sockets.watched() as seen:
+        run = lessons.run(lesson, case["parameters"])
+    assert any("ipykernel" in command for _, command in seen)  # the kernel and the ranks it started were looked at
     assert run.status == "completed", run.failure
     for name, bound in case["results"].items():
         seen = run.metrics[name]

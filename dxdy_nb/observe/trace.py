@@ -489,7 +489,7 @@ def _create(folder: Path, layouts: Sequence[Layout], new: bool = True) -> int:
     """Make the folder with a trace without records, and return the file of its first segment."""
     file = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # a record is its owner's
         if not new:  # a process died between the two files
             (folder / _file_name(0)).unlink(missing_ok=True)
         if any((folder / name).exists() for name in ("trace.bin", "trace.json")):

@@ -8,11 +8,15 @@ from dxdy_nb.errors import DxdyError
 
 FILES = ("config.yaml", "environment.json", "diff.patch", "result.json", "trace.json", "trace.bin", "notebook.ipynb")
 
+PRIVATE = 0o700
 RANKS = "ranks"  # in a run's folder: a log of each rank, and the folders of all ranks but the first
 
 
 def new_folder(name: str, out: str | Path | None = None) -> Path:
     """Make and return a run's folder: ``out``, or ``runs/<id>/`` under the current directory.
+
+    Only its owner may enter it: a record holds code, samples and paths. A folder that is there already keeps its mode,
+    and ``chmod`` opens a run to others.
 
     Raises
     ------
@@ -23,7 +27,7 @@ def new_folder(name: str, out: str | Path | None = None) -> Path:
         out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
     folder = Path(out)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         taken = [name for name in FILES if (folder / name).exists()]
     except (OSError, ValueError) as error:  # a ValueError: a path with a zero byte
         raise not_writable(folder, error) from None
