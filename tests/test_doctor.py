@@ -85,6 +85,14 @@ def test_a_torch_that_conda_alone_installed_is_no_mixture() -> None:
     assert doctor.fit(doctor.judge(merged(BASES["cpu"], {"installed": installed})))
 
 
+def test_a_cuda_build_without_a_gpu_is_fit_for_the_cpu() -> None:
+    nothing = {"error": "Found no NVIDIA driver on your system.", "devices": [], "processes": []}
+    driver = {"version": None, "on the bus": False, "device files": []}
+    lines = doctor.judge(merged(BASES["gpu"], {"driver": driver, "gpus": nothing}))
+    assert doctor.fit(lines)
+    assert [line.state for line in lines[:3]] == ["ok", "not applicable", "not applicable"]
+
+
 @pytest.mark.parametrize(
     ("capability", "runs"),
     [("7.0", False), ("7.5", True), ("8.0", True), ("8.9", True), ("9.0", True), ("12.0", True), ("12.1", True)],

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import sockets
@@ -50,3 +51,30 @@ def test_what_only_this_machine_reaches(ip: str) -> None:
 @pytest.mark.parametrize("ip", ["0.0.0.0", "::", "192.0.2.2", "fe80::1%eth0"])
 def test_what_others_reach(ip: str) -> None:
     assert sockets.is_open(f"{ip}:1")
+
+
+TRAIN = """
+import os
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")  # as under torchrun
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(4, 2)).square().mean().backward()
+    optimizer.step()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_of_a_watched_script_listen_on_loopback_alone(here: Path) -> None:
+    (here / "train.py").write_text(TRAIN)
+    command = [sys.executable, "-m", "dxdy_nb.cli", "watch", "--nproc-per-node", "2", "train.py"]
+    with sockets.watched() as seen:
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    assert len({command for _, command in seen}) >= 2  # gloo listens on each rank

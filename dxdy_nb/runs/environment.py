@@ -1,12 +1,13 @@
 """Where a run took place: versions, code, device, and whether anybody is watching."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,19 @@ def _kernel_shell() -> Any:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell if hasattr(shell, "get_parent") else None
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable for the time of a block; processes that start inside inherit it."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _git(*arguments: str) -> str | None:

@@ -6,7 +6,7 @@ import difflib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from dxdy_nb.config import as_number
 from dxdy_nb.errors import DxdyError, suggestion
 from dxdy_nb.runs import record
+from dxdy_nb.runs.environment import variable
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 CELL_TIMEOUT = 1800  # seconds: a cell that takes longer hangs
@@ -151,7 +152,8 @@ def run_notebook(notebook: Path, given: Mapping[str, Any], out: str | Path | Non
         record.write_environment(folder)
         _write_parameters(folder, {**parameters(notebook), **values})
         try:
-            with _told_to_kernels(folder.resolve()):
+            # Kernels that start inside inherit where the lesson's record is.
+            with variable(record.LESSON_FOLDER, str(folder.resolve())):
                 _execute(notebook, target, values)
         except _LessonFailed as error:
             failed = error
@@ -234,19 +236,6 @@ class _ExecutedCopy:
 def _story(index: int, source: str, error: str) -> str:
     code = "\n".join(f"    {line}" for line in source.splitlines())
     return f"cell {index} failed:\n{code}\n{error}"
-
-
-@contextlib.contextmanager
-def _told_to_kernels(folder: Path) -> Iterator[None]:
-    """Tell kernels that start inside where the lesson's record is; they inherit this process's environment."""
-    before = os.environ.get(record.LESSON_FOLDER)
-    os.environ[record.LESSON_FOLDER] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop(record.LESSON_FOLDER)
-        if before is not None:
-            os.environ[record.LESSON_FOLDER] = before
 
 
 def _like(default: Any, value: Any) -> tuple[Any, str | None]:

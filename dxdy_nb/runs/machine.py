@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -223,6 +223,8 @@ def _meet() -> None:
     import torch
     from torch import distributed as dist
 
+    from dxdy_nb.runs.environment import variable
+
     if not dist.is_available() or not dist.is_gloo_available():
         raise RuntimeError("this torch has no gloo")
     store, errors, sums = dist.HashStore(), list[str](), [0.0, 0.0]
@@ -236,7 +238,7 @@ def _meet() -> None:
 
         errors.extend(_raised(add))
 
-    with _variable("GLOO_SOCKET_IFNAME", _LOOPBACK):
+    with variable("GLOO_SOCKET_IFNAME", _LOOPBACK):
         threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
         for thread in threads:
             thread.start()
@@ -244,18 +246,6 @@ def _meet() -> None:
             thread.join()
     if errors or sums != [3.0, 3.0]:
         raise RuntimeError(errors[0] if errors else f"1 + 2 over two ranks gave {sums}")
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def _processors() -> dict[str, Any]:
