@@ -122,6 +122,16 @@ def test_a_killed_kernel_is_a_failure(workbook: Path, capsys: pytest.CaptureFixt
     assert record.read_result(only_run(workbook))["status"] == "killed"
 
 
+def test_a_cell_without_memory_and_one_without_end_say_so(workbook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(workbook / "notebooks", "05_greedy", "size = 10", "import torch\ntorch.empty(size**15)")
+    assert cli.main(["run", "05", "--out", "greedy"]) == 1
+    monkeypatch.setattr(lessons, "CELL_TIMEOUT", 2)
+    assert cli.main(["run", "04_sleeps", "--out", "late"]) == 1
+    ends = {name: record.read_result(workbook / name) for name in ("greedy", "late")}
+    assert {name: end["status"] for name, end in ends.items()} == {"greedy": "out_of_memory", "late": "timed_out"}
+    assert "a cell took longer than 2 s" in ends["late"]["reason"]
+
+
 def test_a_run_is_never_overwritten(workbook: Path, capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["run", "01", "--out", "mine"]) == 0
     before = (workbook / "mine" / "result.json").read_bytes()
@@ -153,12 +163,12 @@ def _begun(root: Path) -> bool:
     return "begun" in (only_run(root) / "notebook.ipynb").read_text()
 
 
-@pytest.mark.parametrize("command", [[], ["lab"], ["run"]])
+@pytest.mark.parametrize("command", [[], ["lab"], ["run"], ["runs"], ["runs", "show"], ["runs", "compare"]])
 def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])
     assert stopped.value.code == 0
-    assert not command or f"example: dxdy {command[0]}" in capsys.readouterr().out
+    assert not command or f"example: dxdy {' '.join(command)}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("port", ["65536", "-1", "abc", "8888.0", ""])

@@ -20,7 +20,7 @@ from dxdy_nb.observe import trace
 from dxdy_nb.observe.trace import GRADIENT_COLUMNS, STEP_COLUMNS, Layout, TraceWriter
 from dxdy_nb.runs import entries
 from dxdy_nb.runs.compare import compare
-from dxdy_nb.runs.record import Recorder
+from dxdy_nb.runs.record import PARENT, Recorder
 from dxdy_nb.training import loop
 
 BASE = dx.RunConfig(model="mlp", schedule="constant", max_steps=5)
@@ -346,6 +346,18 @@ def test_lessons_and_scripts_are_listed_too(tmp_path):
     assert seen["lr"].tolist() == [0.01, 0.1]
     assert seen.loc["lesson", ["accuracy", "metric_seed"]].tolist() == [0.9, 5]
     assert names(compare(tmp_path / "lesson", tmp_path / "script").environment) == ["kind", "lesson", "script"]
+
+
+def test_runs_of_a_sweep_are_listed_under_its_name(runs, tmp_path, monkeypatch):
+    shutil.copytree(runs / "a", tmp_path / "first")
+    monkeypatch.setenv(PARENT, "sweep")
+    dx.train(BASE, out=tmp_path / "sweep" / "seed=0")
+    (tmp_path / "sweep" / "seed=0" / "ranks" / "rank1").mkdir(parents=True)
+    shutil.copy(runs / "a" / "trace.json", tmp_path / "sweep" / "seed=0" / "ranks" / "rank1")  # part of that run
+    seen = compare(tmp_path)
+    assert seen.index.tolist() == ["first", "sweep/seed=0"]
+    assert seen["parent"].dropna().to_dict() == {"sweep/seed=0": "sweep"}
+    assert entries.find(tmp_path, "seed").folder == tmp_path / "sweep" / "seed=0"
 
 
 @pytest.mark.parametrize(

@@ -212,10 +212,15 @@ def table(found: Sequence[Entry], wanted: Mapping[str, Any] | None = None, sort:
     if sort:
         texts = None if pd.api.types.is_numeric_dtype(frame[sort]) else lambda values: values.astype(str)
         frame = frame.sort_values(sort, kind="stable", key=texts, ascending=not descending)
-    configs = [one.config for one in found if one.id in {*frame["id"]}]
-    fields = {name for config in configs for name in config}
-    same = [name for name in fields if len({repr(config[name]) for config in configs if name in config}) < 2]
-    return frame.drop(columns=map(column, same)).set_index("id")
+    shown = [one for one in found if one.config and one.id in {*frame["id"]}]
+
+    def same(name: str) -> bool:
+        # All training runs have the same fields, unless one was recorded by another version.
+        told = [one for one in shown if name in one.config or one.result.get("kind") == "training"]
+        return len({repr(one.config.get(name, ...)) for one in told}) < 2
+
+    fields = {name for one in shown for name in one.config}
+    return frame.drop(columns=[column(name) for name in fields if same(name)]).set_index("id")
 
 
 def _trace(folder: Path) -> trace.Trace:

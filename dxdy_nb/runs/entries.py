@@ -4,7 +4,8 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,20 +26,17 @@ OWN = ("id", "status", "reason", "kind", "name", "parent", "started", *EFFICIENC
 class Entry:
     """A run's folder as it is found, of whatever kind and from whatever version.
 
-    ``result``, ``config`` and ``environment`` are what is stored, empty where that cannot be read; ``problems`` says
-    why, a sentence each. The configuration of a script is its options.
+    ``id`` is the folder's name; of a run of a sweep the sweep's comes first (``sweep/run``). ``result``, ``config`` and
+    ``environment`` are what is stored, empty where that cannot be read; ``problems`` says why, a sentence each. The
+    configuration of a script is its options.
     """
 
+    id: str
     folder: Path
     result: dict[str, Any]
     config: dict[str, Any]
     environment: dict[str, Any]
     problems: tuple[str, ...] = ()
-
-    @property
-    def id(self) -> str:
-        """The name of the folder."""
-        return self.folder.name
 
     @property
     def status(self) -> str:
@@ -95,24 +93,25 @@ class Entry:
         return row | {(f"metric_{name}" if name in row else name): value for name, value in self.metrics.items()}
 
 
-def entry(folder: Path) -> Entry:
+def entry(folder: Path, name: str | None = None) -> Entry:
     """Return what a folder holds; what cannot be read is a problem of the entry, and no error."""
+    name = name or folder.name
     try:
         os.listdir(folder)
     except OSError as error:
         problem = f"{folder}: cannot be read ({error.strerror}). Does it belong to another user?"
-        return Entry(folder, {}, {}, {}, (problem,))
+        return Entry(name, folder, {}, {}, {}, (problem,))
     found: dict[str, dict[str, Any]] = {"result": {}, "config": {}, "environment": {}}
     problems: list[str] = []
     try:
         found["result"] = read_result(folder)
     except DxdyError as error:
         problems.append(str(error))
-    for name, file, parse in (("config", "config.yaml", _yaml), ("environment", "environment.json", json.loads)):
+    for part, file, parse in (("config", "config.yaml", _yaml), ("environment", "environment.json", json.loads)):
         try:
             if not isinstance(values := parse((folder / file).read_text()), dict):
                 raise ValueError
-            found[name] = values
+            found[part] = values
         except FileNotFoundError:  # a run that ended before it began has none
             pass
         except OSError as error:
@@ -129,7 +128,7 @@ def entry(folder: Path) -> Entry:
             trace.glance(folder)
     except DxdyError as error:
         problems.append(str(error))
-    kept = Entry(folder, found["result"], {}, found["environment"], tuple(problems))
+    kept = Entry(name, folder, found["result"], {}, found["environment"], tuple(problems))
     config = options(kept.script.get("arguments", ())) if kept.script else found["config"]
     return replace(kept, config={str(name): value for name, value in config.items() if name != "fingerprint"})
 
@@ -162,14 +161,14 @@ def options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def entries(parent: str | Path) -> list[Entry]:
-    """Return all runs whose folders stand in a folder, in the order of their names, which begin with their time.
+    """Return all runs in a folder, those of its sweeps too, in the order of their names, which begin with their time.
 
     Raises
     ------
     DxdyError
         There is no such folder.
     """
-    return [entry(folder) for folder in _folders(Path(parent))]
+    return [entry(folder, name) for name, folder in _folders(Path(parent))]
 
 
 def find(parent: str | Path, name: str) -> Entry:
@@ -182,23 +181,30 @@ def find(parent: str | Path, name: str) -> Entry:
     """
     if Path(name).is_dir() and _holds_a_run(Path(name)):
         return entry(Path(name))
-    known = {folder.name: folder for folder in _folders(Path(parent))}
+    known = dict(_folders(Path(parent)))
     matches = [one for one in known if one.startswith(name)] or [one for one in known if name in one]
     if name in known or len(matches) == 1:
-        return entry(known[name if name in known else matches[0]])
+        name = name if name in known else matches[0]
+        return entry(known[name], name)
     if matches:
         raise DxdyError(f"{name}: {len(matches)} runs in {parent} are called so: {', '.join(matches[:8])}. Write more.")
-    parts = {part: one for one in known for part in (one, *one.split("-"))}
+    parts = {part: one for one in known for part in (one, *re.split("[-/]", one))}
     near = [parts[part] for part in difflib.get_close_matches(name, parts, n=1)]
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise DxdyError(f"{name}: no run in {parent} is called so.{hint} `dxdy runs` lists them.")
 
 
-def _folders(parent: Path) -> list[Path]:
+def _folders(parent: Path, depth: int = 3) -> Iterator[tuple[str, Path]]:
+    """Return name and folder of each run; where there is none, a sweep's runs may stand inside."""
     try:
-        return sorted(path for path in parent.iterdir() if path.is_dir() and _holds_a_run(path))
+        inside = sorted(path for path in parent.iterdir() if path.is_dir())
     except OSError as error:
         raise DxdyError(f"{parent}: cannot be read ({error.strerror}). Give a folder that holds runs.") from None
+    for folder in inside:
+        if _holds_a_run(folder):
+            yield folder.name, folder
+        elif depth > 1:
+            yield from ((f"{folder.name}/{name}", path) for name, path in _folders(folder, depth - 1))
 
 
 def _yaml(text: str) -> Any:
