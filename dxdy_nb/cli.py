@@ -372,7 +372,7 @@ def _runs(options: argparse.Namespace) -> int:
     if options.status:
         wanted["status"] = options.status
     table = compare.table(entries.entries(options.parent), wanted, options.sort)
-    print(
+    _tell(
         table.reset_index().to_json(orient="records", indent=1, double_precision=15)
         if options.json
         else listing.listing(table)
@@ -385,7 +385,7 @@ def _runs_show(options: argparse.Namespace) -> int:
 
     found = entries.find(options.parent, options.id)
     told = {"id": found.id, **vars(found), "folder": str(found.folder)}
-    print(json.dumps(told, indent=1, default=str) if options.json else listing.story(found))
+    _tell(json.dumps(told, indent=1, default=str) if options.json else listing.story(found))
     return FINE
 
 
@@ -393,8 +393,16 @@ def _runs_compare(options: argparse.Namespace) -> int:
     from dxdy_nb.runs import compare, entries
 
     found = compare.compare(*(entries.find(options.parent, name).folder for name in (options.a, options.b)))
-    print(found.to_json() if options.json else found)
+    _tell(found.to_json() if options.json else found)
     return FINE
+
+
+def _tell(text: Any) -> None:
+    """Print what may be longer than its reader wants to see: ``dxdy runs | head``."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _runs_export(options: argparse.Namespace) -> int:
