@@ -163,7 +163,7 @@ def _begun(root: Path) -> bool:
     return "begun" in (only_run(root) / "notebook.ipynb").read_text()
 
 
-@pytest.mark.parametrize("command", [[], ["lab"], ["run"], ["runs"], ["runs", "show"], ["runs", "compare"]])
+@pytest.mark.parametrize("command", [[], ["lab"], ["run"], ["sweep"], ["runs"], ["runs", "show"], ["runs", "compare"]])
 def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])

@@ -150,7 +150,7 @@ def run_notebook(notebook: Path, given: Mapping[str, Any], out: str | Path | Non
     recorder = record.Recorder(folder, kind="lesson", lesson=notebook.stem, metrics={})
     with contextlib.suppress(_LessonFailed), recorder:
         record.write_environment(folder)
-        _write_parameters(folder, {**parameters(notebook), **values})
+        write_parameters(folder, {**parameters(notebook), **values})
         try:
             # Kernels that start inside inherit where the lesson's record is.
             with variable(record.LESSON_FOLDER, str(folder.resolve())):
@@ -252,7 +252,14 @@ def _like(default: Any, value: Any) -> tuple[Any, str | None]:
     return value, None if isinstance(value, type(default)) else f"a {type(default).__name__}"
 
 
-def _write_parameters(folder: Path, values: Mapping[str, Any]) -> None:
+def write_parameters(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write the parameters of a lesson's run as its ``config.yaml``.
+
+    Raises
+    ------
+    DxdyError
+        The folder cannot be written.
+    """
     import yaml
 
     try:

@@ -174,7 +174,8 @@ def run_all(planned: Sequence[Planned], out: Path, *, jobs: int = 1, limits: Lim
 
     Each run has a folder of its own in ``out``, with what it prints in ``output.log``. Whatever ends a run is in its
     record, and the others go on. A run whose record says ``killed`` or ``interrupted`` is run again, in a folder of the
-    same name with ``~2``; any other one counts as done, failed ones too. If this process ends, its runs end with it.
+    same name with ``~2``; any other one counts as done, a failed one too, until its folder is removed. If this process
+    ends, its runs end with it.
 
     Raises
     ------
@@ -294,7 +295,7 @@ class _Child:
         with open(folder / "output.log", "ab") as log:
             process = psutil.Popen(
                 [sys.executable, "-c", program, json.dumps(work)],
-                env={**os.environ, "OMP_NUM_THREADS": str(threads), record.PARENT: folder.parent.name},
+                env={**os.environ, "OMP_NUM_THREADS": str(threads), record.PARENT: _parent(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -331,8 +332,14 @@ class _Child:
         with contextlib.suppress(DxdyError):
             return record.end(self.folder, error)
         (self.folder / "result.json").unlink(missing_ok=True)  # it holds nothing
-        kind = "training" if isinstance(self.planned.work, RunConfig) else "lesson"
-        with contextlib.suppress(type(error)), record.Recorder(self.folder, kind=kind, parent=self.folder.parent.name):
+        work = self.planned.work
+        if isinstance(work, RunConfig):
+            kind = "training"
+            work.save(self.folder / "config.yaml")
+        else:
+            kind = "lesson"
+            lessons.write_parameters(self.folder, work.values)
+        with contextlib.suppress(type(error)), record.Recorder(self.folder, kind=kind, parent=_parent(self.folder)):
             raise error
 
     def _last_words(self) -> str:
@@ -340,6 +347,10 @@ class _Child:
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         words = (self.folder / "output.log").read_text(errors="replace").strip().splitlines()[-1:]
         return f"the process {how} and left no record. {' '.join(words)}".strip()
+
+
+def _parent(folder: Path) -> str:
+    return folder.resolve().parent.name
 
 
 def _interrupt(running: Sequence[_Child]) -> None:
