@@ -173,7 +173,7 @@ def test_trainings_run_and_are_linked_to_their_sweep(config: Path, capsys: pytes
     run = dx.Run.load("s/lr=0.05")
     assert (run.config, run.metrics) == (alone.config, alone.metrics)
     assert record.read_result(run.folder)["parent"] == "s"
-    assert "parent" not in record.read_result(alone.folder)
+    assert record.read_result(alone.folder)["parent"] is None
 
 
 def alive(number: int) -> bool:
