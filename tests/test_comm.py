@@ -3,8 +3,10 @@
 import functools
 import json
 import sys
+import time
 
 import pandas as pd
+import psutil
 import pytest
 import rank_workers
 import torch
@@ -87,6 +89,32 @@ def test_a_script_is_run_on_ranks_and_compared(tmp_path, capfd):
     assert report["findings"][0]["cause"] == "different-init-manual-allreduce", err
 
 
+LEAVES = """
+import sys, psutil, torch, torch.distributed as dist
+dist.init_process_group('gloo', init_method='tcp://127.0.0.1:29500')
+dist.all_reduce(torch.ones(2))
+print('hears', {one.laddr.ip for one in psutil.Process().net_connections('inet')})
+if dist.get_rank() == 1:
+    sys.exit(5)
+dist.barrier()
+"""
+
+
+def test_a_script_that_exits_on_one_rank_keeps_nobody_waiting_and_is_on_loopback_only(tmp_path, capfd):
+    (tmp_path / "train.py").write_text(LEAVES)
+    before = len(psutil.Process().net_connections("inet"))
+    began = time.monotonic()
+    code = main(["watch", "--nproc-per-node", "2", str(tmp_path / "train.py")])
+    assert time.monotonic() - began < ranks.TIME
+    assert code == 5
+    out, err = capfd.readouterr()
+    assert sorted(line for line in out.splitlines() if "hears" in line) == [
+        f"[rank {rank}] hears {{'127.0.0.1'}}" for rank in (0, 1)
+    ]
+    assert len(psutil.Process().net_connections("inet")) == before
+    assert "rank 1 raised SystemExit: 5" in err and "train.py:7" in err
+
+
 def test_a_watch_on_ranks_keeps_no_run(capsys):
     assert main(["watch", "--nproc-per-node", "2", "--steps", "3", "train.py"]) == 2
     assert main(["watch", "--nproc-per-node", "2", "missing.py"]) == 2
@@ -138,6 +166,11 @@ def test_checksums_are_of_bits_and_sketches_of_values():
         other[place] = torch.nextafter(other[place], torch.tensor(9.0))
         assert checksum([a]) != checksum([other])
     assert checksum([a, a[:3]]) != checksum([a])
+    large, other = torch.zeros(80_001), torch.zeros(80_001)
+    other[50_000] = 1e-30
+    seen = [checksum([large], turn) != checksum([other], turn) for turn in range(8)]
+    assert seen == [False, False, True, False] * 2  # a lone number is in one of four parts
+    assert checksum([a], 1) == checksum([a])
     (norm, projection), (norm2, projection2), (_, total) = sketch(a), sketch(-2 * a), sketch(a - 2 * a)
     assert norm == pytest.approx(a.double().norm().item())
     assert (norm2, projection2) == pytest.approx((2 * norm, -2 * projection))

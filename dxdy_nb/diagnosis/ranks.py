@@ -84,6 +84,8 @@ def _diagnosed(
             failures[error.rank] = str(error).partition("\n")[0].removeprefix("launch: ")
             code = 1
         ranks = Ranks(of_folder(Path(folder)).logs, failures)
+    for event in ranks.any("raised"):
+        code = int(event["text"]) if event["type"] == "SystemExit" and event["text"].isdigit() else code
     findings = ordered(list(_findings(ranks)))
     return Report(tuple(findings), _saw(ranks), tuple(_unchecked(ranks)), time.monotonic() - began), code
 
@@ -138,11 +140,13 @@ def _run(rank: int, world_size: int, init_method: str, target: str, args: list[s
             runpy.run_path(target, run_name="__main__")
     except SystemExit as end:
         if end.code not in (None, 0):
-            if not isinstance(end.code, int):
-                print(end.code, file=sys.stderr)
-                return 1
-            print(f"exit code {end.code}", file=sys.stderr)
-            return end.code & 0xFF  # as a shell sees it: -1 is 255
+            known = isinstance(end.code, int)
+            print(f"exit code {end.code}" if known else end.code, file=sys.stderr)
+            code = int(end.code) & 0xFF if known else 1  # as a shell sees it: -1 is 255
+            if dist.is_initialized():  # others may wait for this rank, and would until their limit
+                end.args = (code,) if known else end.args
+                raise
+            return code
     return 0
 
 

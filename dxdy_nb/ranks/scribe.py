@@ -277,6 +277,7 @@ class Scribe:
         number = _number_of(self._optimizers, optimizer)
         together = [p for p in owned.values() if not is_sharded(p)]
         gradients = [p.grad for p in together if p.grad is not None and not p.grad.is_sparse]
+        turn = None if self.looking else self._updates
         self.write(
             "update",
             number=number,
@@ -287,8 +288,8 @@ class Scribe:
             owned=len(owned),
             strangers=strangers,
             late=[self._names.get(id(p), "") for p in self._late(owned)],
-            all_gradients=checksum(gradients),
-            all_parameters=checksum(together),
+            all_gradients=checksum(gradients, turn),
+            all_parameters=checksum(together, turn),
         )
         self._stepping = True
 
