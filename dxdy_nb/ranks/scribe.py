@@ -1,9 +1,11 @@
 """Who hears what a rank does, and writes it into the rank's log."""
 
+import contextlib
 import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,6 +23,7 @@ from dxdy_nb.observe.batches import Fetches, batch_size, sample_ids
 from dxdy_nb.ranks.digest import SAMPLED, checksum, is_sharded, sketches, sums
 from dxdy_nb.ranks.session import hold
 
+TIMED = 11  # updates after which torch has told the times of the reductions before, one by one
 CLOSE = 24  # updates of which gradients and weights are looked at one by one; batches of a pass that are
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "barrier"),
@@ -54,12 +57,14 @@ class Scribe:
         self._outputs: set[int] = set()  # where outputs that carry gradients lie in memory
         self._samples = 0
         self._counted: int | None = None
+        self._fetching = 0.0  # seconds since the last update
+        self._reduced = 0  # the iteration of which DistributedDataParallel has told its times
         self._reducing = self._stepping = self._ended = False
         self.write("begin", rank=rank, pid=os.getpid())
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one event, at once."""
-        self._file.write(json.dumps({"event": event, **values}) + "\n")
+        """Append one event, with its time in seconds, at once."""
+        self._file.write(json.dumps({"event": event, "at": round(time.perf_counter(), 6), **values}) + "\n")
         self._file.flush()
 
     @property
@@ -207,11 +212,14 @@ class Scribe:
         self._batches = 0
 
         def fetch(batches: Iterator[Any]) -> Any:
+            began = time.perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
                 self.write("passed", number=number)
                 raise
+            finally:
+                self._fetching += time.perf_counter() - began
             self._batches += 1
             if self._batches <= CLOSE:
                 ids = sample_ids(batch)
@@ -306,7 +314,25 @@ class Scribe:
         if any(optimizer is o for o in self._optimizers):
             self._stepping = False
             self._updates += 1
-            self.write("updated", parameters=sums(self._owned(optimizer)) if self.looking else {})
+            fetched, self._fetching = round(self._fetching, 6), 0.0
+            self.write("updated", parameters=sums(self._owned(optimizer)) if self.looking else {}, fetched=fetched)
+            for ddp, _ in self._wrapped if self._updates <= TIMED or self._updates % 100 == 1 else ():
+                self._reduction_times(ddp)
+
+    def _reduction_times(self, ddp: DistributedDataParallel) -> None:
+        """Note how long the last reduction took of which torch kept the times: of the first ten, and each hundredth."""
+        # Torch calls its table a prototype. Public would be a comm hook, but there can be one only: the user's.
+        with contextlib.suppress(AttributeError, KeyError, RuntimeError):
+            told = ddp._get_ddp_logging_data()
+            if told["iteration"] == self._reduced:
+                return
+            self._reduced = told["iteration"]
+            names = {"comm": "comm_time", "hidden": "compute_comm_overlap_time", "compute": "compute_time"}
+            seconds = {name: told[f"backward_{key}"] / 1e9 for name, key in names.items()}
+            buckets = str(told.get("rebuilt_bucket_sizes") or told["bucket_sizes"]).split(",")
+            self.write(
+                "reduced", iteration=self._reduced, bytes=sum(map(int, buckets)), buckets=len(buckets), **seconds
+            )
 
     def schedule(self, scheduler: Any) -> None:
         """Note a scheduler's step."""
