@@ -37,6 +37,24 @@ def train(steps: int = 5) -> dict:
     return {"weights": hashlib.sha256(bits).hexdigest(), "mean": mean, "place": place, "local": [total, count]}
 
 
+def descend(dtype: torch.dtype, batch: int = 64, updates: int = 50) -> torch.Tensor:
+    """Return the whole gradient of each update (updates, parameters); the ranks share each batch."""
+    with dx.session(device="cpu") as s:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
+        x, y = torch.randn(updates, batch, 8, dtype=dtype), torch.randint(4, (updates, batch))
+        trained = DistributedDataParallel(model) if s.world_size > 1 else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        seen = []
+        for inputs, targets in zip(x, y, strict=True):
+            optimizer.zero_grad()
+            mine = slice(s.rank, None, s.world_size)
+            nn.functional.cross_entropy(trained(inputs[mine]), targets[mine]).backward()
+            seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            optimizer.step()
+    return torch.stack(seen)
+
+
 def keep(folder: str) -> None:
     """Train and write the result as a file of this rank."""
     result = train()

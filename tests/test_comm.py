@@ -90,10 +90,11 @@ def test_a_script_is_run_on_ranks_and_compared(tmp_path, capfd):
 
 
 LEAVES = """
-import sys, psutil, torch, torch.distributed as dist
+import os, sys, psutil, torch, torch.distributed as dist
 dist.init_process_group('gloo', init_method='tcp://127.0.0.1:29500')
 dist.all_reduce(torch.ones(2))
-print('hears', {one.laddr.ip for one in psutil.Process().net_connections('inet')})
+own, parent = (psutil.Process(pid).net_connections('inet') for pid in (os.getpid(), os.getppid()))
+print('hears', {one.laddr.ip for one in own}, len(parent))
 if dist.get_rank() == 1:
     sys.exit(5)
 dist.barrier()
@@ -109,10 +110,9 @@ def test_a_script_that_exits_on_one_rank_keeps_nobody_waiting_and_is_on_loopback
     assert code == 5
     out, err = capfd.readouterr()
     assert sorted(line for line in out.splitlines() if "hears" in line) == [
-        f"[rank {rank}] hears {{'127.0.0.1'}}" for rank in (0, 1)
+        f"[rank {rank}] hears {{'127.0.0.1'}} {before}" for rank in (0, 1)
     ]
-    assert len(psutil.Process().net_connections("inet")) == before
-    assert "rank 1 raised SystemExit: 5" in err and "train.py:7" in err
+    assert "rank 1 raised SystemExit: 5" in err and "train.py:8" in err
 
 
 def test_a_watch_on_ranks_keeps_no_run(capsys):
@@ -132,6 +132,12 @@ def test_logs_without_a_step_are_not_said_to_be_equal(tmp_path):
         log.write_text(json.dumps({"event": "forward", "device": "cpu", "samples": 8, "grad": True}) + "\n")
     verdicts = dx.verify_ranks(tmp_path)["verdict"]
     assert (verdicts["gradients"], verdicts["parameters"], verdicts["batch"]) == ("not seen", "not seen", "equal")
+    for log, bits in zip(logs, (1, 2), strict=True):
+        update = {"event": "update", "lr": [0.1], "all_gradients": 0, "all_parameters": 0}
+        end = {"event": "end", "parameters": {"weight": bits}, "buffers": {}, "rng": 0}
+        log.write_text("".join(json.dumps(e) + "\n" for e in (json.loads(log.read_text()), update, end)))
+    told = dx.verify_ranks(tmp_path).loc["parameters"]
+    assert (told["verdict"], told["seen"]) == ("different", "bit-identical at 1 of 1 updates, not alike at the end")
 
 
 def test_a_diagnosis_of_ranks_has_a_limit_in_seconds():

@@ -122,14 +122,15 @@ def test_each_call_finds_a_process_as_if_just_started(tmp_path, monkeypatch):
 def test_the_ranks_listen_on_loopback_only_and_meet_in_a_private_folder():
     def listens():
         dist.all_reduce(torch.ones(2))
-        return [(one.status, one.laddr.ip) for one in psutil.Process().net_connections("inet")]
+        own, parent = (psutil.Process(pid).net_connections("inet") for pid in (os.getpid(), os.getppid()))
+        return [(one.status, one.laddr.ip) for one in own], len(parent)
 
     before = len(psutil.Process().net_connections("inet"))
     results = dx.launch(listens)
-    seen = {connection for result in results for connection in result}
+    assert [parent for _, parent in results] == [before, before]  # this process opens nothing while they run
+    seen = {connection for own, _ in results for connection in own}
     assert {address for _, address in seen} == {"127.0.0.1"}
     assert psutil.CONN_LISTEN in {status for status, _ in seen}
-    assert len(psutil.Process().net_connections("inet")) == before
     assert stat.S_IMODE(os.stat(pool._POOL.folder).st_mode) == 0o700
 
 
@@ -468,6 +469,14 @@ def test_the_pool_gives_the_same_weights_as_spawn(tmp_path):
     assert dx.launch(ranked.train) == expected
     assert dx.launch(ranked.train) == expected  # in the warm processes too
     assert dx.launch(ranked.train, world_size=1)[0]["place"] == ranked.train()["place"]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+def test_two_ranks_with_half_the_batch_each_have_the_gradient_of_one_process(dtype, bound):
+    one = ranked.descend(dtype)
+    assert one.dtype == dtype and one.shape[0] == 50
+    for gradients in dx.launch(ranked.descend, dtype):
+        assert ((gradients - one).norm(dim=1) / one.norm(dim=1)).max() <= bound
 
 
 @pytest.mark.slow

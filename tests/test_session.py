@@ -104,6 +104,32 @@ def test_torchrun_spawn_and_srun_give_the_same_weights(tmp_path):
     assert processes(folders["srun"], *ranks) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is an address of Linux's loopback only")
+def test_two_agents_on_two_addresses_give_the_weights_of_one_with_two_ranks(tmp_path):
+    folders = {name: tmp_path / name for name in ("one", "two")}
+    for folder in folders.values():
+        folder.mkdir()
+    meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=test"]
+    agents = [
+        [*meeting, f"--rdzv-conf=is_host={host}", f"--local-addr=127.0.0.{node}", "--nproc-per-node=1"]
+        for host, node in ((1, 1), (0, 2))
+    ]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, PROGRAM, str(folders["two"])],
+            stderr=subprocess.DEVNULL,
+        )
+        for options in agents
+    ]
+    assert [process.wait(timeout=300) for process in running] == [0, 0]
+    found, expected = kept(folders["two"]), torchrun(folders["one"])
+    for rank, result in enumerate(found):
+        assert result.pop("place")[:3] == [rank, 2, 0]  # each is the first of its machine
+        assert expected[rank].pop("place")[:3] == [rank, 2, rank]
+    assert found == expected
+
+
 KILLED_ONCE = """
 import os, signal, sys
 import dxdy_nb as dx
