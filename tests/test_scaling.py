@@ -63,6 +63,13 @@ def test_a_step_is_taken_apart():
     assert "prediction, not a measurement" in str(scaling)
 
 
+def test_a_picture_shows_the_parts_of_each_rank():
+    bars, curve = explain_scaling(both()).plot().axes
+    widths = [[round(bar.get_width(), 6) for bar in part] for part in bars.containers]
+    assert widths == [[11, 15], [2, 2], [0, 0], [3, 3], [4, 0], [1, 1]]
+    assert [line.get_xdata()[-1] for line in curve.lines] == [16, 16, 2]
+
+
 def test_a_pause_is_no_compute_and_keeps_the_others_waiting():
     scaling = explain_scaling(both(pause=100.0))
     assert milliseconds(scaling)["pauses"] == [10.4, 0]

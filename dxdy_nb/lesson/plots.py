@@ -372,6 +372,42 @@ def comparison(first: "pd.DataFrame", second: "pd.DataFrame", apart: int | None)
     return _finished(figure)
 
 
+def scaling(table: "pd.DataFrame", predicted: "pd.DataFrame") -> Figure:
+    """Return where a step's time goes on each rank, stacked, and the speed-up that more ranks are predicted to have.
+
+    Examples
+    --------
+    >>> scaling(explained.table, explained.predicted)  # doctest: +SKIP
+    """
+    alt = "a bar for each rank: compute, data, pauses, communication, waiting; and a predicted speed-up below the ideal"
+    figure, (axes,) = new_figure(alt, 8.0, 2.0 + 0.3 * len(table), columns=2)
+    bars, curve = axes
+    shown, left = 1e3 * table, np.zeros(len(table))
+    for place, name in enumerate(("compute", "data", "pauses", "exposed", "waiting")):
+        colour = GREY if name == "waiting" else PALETTE[place]
+        bars.barh(range(len(table)), shown[name], left=left, height=0.6, color=colour, label=name)
+        left = left + shown[name].to_numpy()
+    hidden = np.minimum(shown["hidden"], shown["compute"])  # it runs while the rank computes
+    under = {
+        "left": shown["compute"] - hidden,
+        "height": 0.6,
+        "color": PALETTE[0],
+        "edgecolor": "white",
+        "hatch": "///",
+    }
+    bars.barh(range(len(table)), hidden, label="hidden", linewidth=0, **under)
+    bars.set(yticks=range(len(table)), yticklabels=[f"rank {r}" for r in table.index], xlabel="milliseconds a step")
+    bars.invert_yaxis()
+    curve.plot(predicted.index, predicted.index, color=GREY, linestyle="--", label="ideal")
+    curve.plot(predicted.index, predicted["speedup"], marker="o", label="predicted")
+    curve.plot(len(table), predicted["speedup"][len(table)], "s", color="black", label="measured")
+    curve.set(xlabel="ranks", ylabel="times as fast as one", xscale="log", yscale="log")
+    curve.set(xticks=predicted.index, xticklabels=predicted.index, yticks=predicted.index, yticklabels=predicted.index)
+    bars.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize="small")
+    curve.legend(frameon=False, fontsize="small")
+    return _finished(figure)
+
+
 def _finished(figure: Figure) -> Figure:
     for ax in figure.axes:
         ax.minorticks_off()  # on log axes they cost more than everything else, and nobody reads them

@@ -62,6 +62,12 @@ class Scaling:
             ]
         )
 
+    def plot(self) -> Any:
+        """Return a figure: a bar for each rank, and the predicted speed-up."""
+        from dxdy_nb.lesson import plots
+
+        return plots.scaling(self.table, self.predicted)
+
 
 def explain_scaling(run: "Run | Ranks | str | Path", baseline: "Run | None" = None) -> Scaling:
     """Return where the time of each rank went, why these ranks are or are not faster than one, and what to change.
@@ -212,8 +218,8 @@ def _advice(table: "pd.DataFrame", told: Event) -> Iterator[str]:
         factor = math.ceil((1 - WORTH_IT) / WORTH_IT * mean["exposed"] / max(mean["compute"] + mean["data"], 1e-12))
         yield f"{factor} times the batch of a rank, or accumulation_steps, makes communication a tenth of the time"
         if told["bytes"] > 2 * LARGE and told["buckets"] == 1:
-            cap = told["bytes"] / 4 / LARGE
-            yield f"all gradients are in one bucket, and none can start early: bucket_cap_mb={cap:.0f}"
+            cap = max(1, round(told["bytes"] / 4 / LARGE))
+            yield f"all gradients are in one bucket, and none can start early: bucket_cap_mb={cap}"
         if told["bytes"] > LARGE:
             yield "gradients of half the bytes (bf16: a DDP comm hook, on GPUs) halve the traffic"
         elif told["bytes"]:
