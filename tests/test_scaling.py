@@ -82,6 +82,11 @@ def test_a_loader_that_is_late_is_named():
     assert "num_workers" in explain_scaling(both(data=9.0)).advice[-1]
 
 
+def test_more_ranks_than_cores_are_told_so(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    assert explain_scaling(both()).advice[-1].startswith("2 ranks on 1 cores win nothing, where they train on CPUs")
+
+
 def test_without_torchs_own_times_the_rest_is_told():
     table = milliseconds(explain_scaling(both(reduced=False)))
     assert (table["exposed"], table["hidden"], table["compute"]) == ([1, 1], [0, 0], [13, 17])

@@ -82,7 +82,8 @@ def explain_scaling(run: "Run | Ranks | str | Path", baseline: "Run | None" = No
     Parameters
     ----------
     run : of ``dx.train`` on several ranks, its folder, or the ranks' logs
-    baseline : a run on one device to measure the speed-up against; without it a rank's own share of the time is taken
+    baseline : a run on one device to measure the speed-up against, whose times of steps leave out what lies between
+        them; without it a rank's own share of the time is taken
 
     Raises
     ------
