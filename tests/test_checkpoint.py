@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+from dataclasses import replace
 
 import pytest
 import stress
@@ -153,6 +154,20 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(tmp_path, stopp
     same(resumed, dx.train(BASE, out=tmp_path / "whole"))
 
 
+def test_new_checkpoints_are_kept_beside_later_ones_that_are_damaged(stopped):
+    folder = stopped() / checkpoint.FOLDER
+    state = checkpoint.newest(folder)
+    for step in (98, 99):
+        damaged = folder / f"step-{step:08d}.pt"
+        damaged.write_bytes(b"")
+        checkpoint._sum_of(damaged).write_text("")
+    for step in (11, 12, 13):
+        checkpoint.write(folder, replace(state, step=step))
+    assert [path.name[11:13] for path in sorted(folder.glob("*.pt"))] == ["07", "12", "13", "98", "99"]  # 7 is the best
+    with pytest.warns(RuntimeWarning, match="is empty"):
+        assert checkpoint.newest(folder).step == 13
+
+
 def test_without_its_sha256_a_checkpoint_is_not_trusted(stopped):
     folder = stopped() / checkpoint.FOLDER
     (folder / "step-00000010.pt.sha256").unlink()
@@ -209,6 +224,16 @@ def test_a_run_without_a_checkpoint_starts_anew_in_its_folder(tmp_path, stopped)
     folder = stopped(config)
     assert not (folder / checkpoint.FOLDER).exists()
     same(dx.train(config, out=folder, resume=True), dx.train(config, out=tmp_path / "whole"))
+
+
+def test_a_process_may_die_anywhere_between_two_files(tmp_path, stopped):
+    folder = stopped()
+    (folder / "result.json").unlink()  # while it takes the folder over
+    for left in (".result.json.123", "checkpoints/.step-00000010.pt.123", "checkpoints/step-00000015.pt.sha256"):
+        (folder / left).write_text("half of someth")
+    whole = dx.train(BASE, out=tmp_path / "whole")
+    same(dx.train(BASE, out=folder, resume=True), whole)
+    assert not list(folder.rglob(".*"))
 
 
 def test_in_an_empty_folder_resume_is_a_new_run(tmp_path):
@@ -337,3 +362,13 @@ def test_ranks_go_on_bit_for_bit(tmp_path, capsys, world_size, num_workers):
 @pytest.mark.parametrize("kind", ["alone", "workers", "ranks"])
 def test_a_killed_run_goes_on_bit_for_bit(kind):
     assert stress.kill_runs(kind, 2, random.Random(0)) is None
+
+
+def test_other_code_is_told(monkeypatch, stopped):
+    folder = stopped()
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    with pytest.warns(
+        RuntimeWarning, match=f"made with threads {threads}, now 3. The run may go on with other numbers"
+    ):
+        assert dx.train(BASE, out=folder, resume=True).status == "completed"

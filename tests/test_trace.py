@@ -412,6 +412,52 @@ def test_a_disk_that_has_no_room_for_another_segment_keeps_those_before_it(tmp_p
     assert (stored.steps.index.tolist(), stored.missing_from, stored.torn_bytes) == ([0, 1], 2, 0)
 
 
+@pytest.mark.parametrize("first", [0, 3, 5, 9])
+def test_a_trace_goes_on_from_a_step_and_what_followed_is_cut_off(five, first):
+    with open(five / "trace.bin", "ab") as file:
+        file.write(b"torn")
+    writer = TraceWriter(LAYOUT, five, first)
+    fill(writer, range(first, first + 2))
+    writer.close()
+    found = trace.read(five)
+    assert found.steps.index.tolist() == [*range(min(first, 5)), first, first + 1]
+    assert found.torn_bytes == 0
+    assert found.gradients.loc[(first, "0.bias"), "mean"] == gradients_of(first)[1, 0]
+
+
+@pytest.mark.parametrize(("first", "files"), [(2, 1), (3, 2), (7, 3)])
+def test_a_trace_of_several_layouts_goes_on_in_the_one_that_was_written_then(tmp_path, first, files):
+    layouts = [Layout(("a",), ((2,),)), LAYOUT, Layout(("b", "c"), ((2,), ()))]
+    writer = TraceWriter(layouts[0], tmp_path)
+    for place, layout in enumerate(layouts):
+        writer.relayout(layout)
+        for step in range(2 * place, 2 * place + 2):
+            writer.append(step, values_of(step), np.ones((len(layout.parameters), 6)))
+    writer.close()
+    writer = TraceWriter(layouts[files - 1], tmp_path, first)
+    writer.append(first, values_of(first), np.ones((len(layouts[files - 1].parameters), 6)))
+    writer.close()
+    assert trace.read(tmp_path).steps.index.tolist() == [*range(min(first, 6)), first]
+    assert len(list(tmp_path.glob("trace*.bin"))) == files
+
+
+def test_what_was_missing_behind_the_step_is_missing_no_more(five):
+    trace._note_missing(five, 4)
+    assert trace.read(five).missing_from == 4
+    TraceWriter(LAYOUT, five, 5).close()
+    assert trace.read(five).missing_from == 4
+    TraceWriter(LAYOUT, five, 4).close()
+    assert trace.read(five).missing_from is None
+
+
+def test_a_trace_whose_process_died_before_its_description_begins_anew(tmp_path):
+    (tmp_path / "trace.bin").write_bytes(b"dx")
+    writer = TraceWriter(LAYOUT, tmp_path, 0)
+    fill(writer, range(2))
+    writer.close()
+    assert len(trace.read(tmp_path).steps) == 2
+
+
 def test_tensorboard_is_asked_for_where_it_is_missing(five, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(DxdyError, match="pip install tensorboard"):

@@ -6,7 +6,10 @@ from pathlib import Path
 
 from dxdy_nb.errors import DxdyError
 
-FILES = ("config.yaml", "environment.json", "diff.patch", "result.json", "trace.json", "trace.bin", "notebook.ipynb")
+FILES = (
+    *("config.yaml", "environment.json", "diff.patch", "result.json", "trace.json", "trace.bin"),
+    *("checkpoints", "notebook.ipynb"),
+)
 
 PRIVATE = 0o700
 RANKS = "ranks"  # in a run's folder: a log of each rank, and the folders of all ranks but the first

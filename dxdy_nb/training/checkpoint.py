@@ -28,7 +28,6 @@ from dxdy_nb.ranks.session import Session
 
 FOLDER = "checkpoints"  # in a run's folder
 LAST = 2  # checkpoints kept besides the best
-SAME = ("dxdy_nb", "commit", "torch", "threads")
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Checkpoint:
 
     ``epoch`` and ``windows`` say what was consumed of the data, whatever workers had fetched by then: so many whole
     passes, and so many optimizer steps' batches of the one under way. ``random`` has the states of every rank's
-    generators; ``code`` is what bit-identity hangs on besides.
+    generators; ``code`` is what bit-identity hinges on besides.
     """
 
     step: int
@@ -59,13 +58,12 @@ class Checkpoint:
         Parameters
         ----------
         parts : model, optimizer, schedule and scaler by these names
-        code : what the same numbers hang on besides; what differs is told
+        code : what ``environment.json`` says; what differs is told
         """
-        other = [
-            f"{name} was {self.code[name]}, is {code[name]}" for name in SAME if self.code[name] != str(code[name])
-        ]
+        other = [f"{name} {self.code[name]}, now {now}" for name, now in hinges(code).items() if self.code[name] != now]
         if other:
-            warnings.warn(f"resume: {'; '.join(other)}: not bit for bit what it was, perhaps.", stacklevel=2)
+            text = f"resume: the checkpoint was made with {'; '.join(other)}. The run may go on with other numbers."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         parts["model"].load_state_dict(self.model)
         settings = parts["optimizer"].state_dict()["param_groups"]
         parts["optimizer"].load_state_dict({**self.optimizer, "param_groups": settings})
@@ -109,17 +107,13 @@ def save(
     if s.is_main:
         states = {name: part.state_dict() for name, part in parts.items()}
         best = min(validation, key=_loss, default=None)
-        facts: dict[str, Any] = {
-            "config": config.to_dict(),
-            "code": {name: str(code[name]) for name in SAME},
-            "random": random,
-        }
+        facts: dict[str, Any] = {"config": config.to_dict(), "code": hinges(code), "random": random}
         write(folder, Checkpoint(**place, **states, **facts, validation=list(validation), best=best))
 
 
-def of_code(environment: Mapping[str, Any]) -> dict[str, str]:
-    """Return what of an environment the bits of a run hang on."""
-    return {name: str(environment[name]) for name in SAME}
+def hinges(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Return what of an environment the bits of a run hinge on."""
+    return {name: str(environment[name]) for name in ("dxdy_nb", "commit", "torch", "threads")}
 
 
 def _loss(row: Mapping[str, float]) -> float:
@@ -137,7 +131,7 @@ def write(folder: Path, state: Checkpoint) -> None:
         folder.mkdir(exist_ok=True)
         _write(_sum_of(path), f"{hashlib.sha256(data).hexdigest()}  {path.name}\n".encode())
         _write(path, data)
-        for old in _paths(folder)[:-LAST]:
+        for old in [one for one in _paths(folder) if one <= path][:-LAST]:  # later ones are damaged, and told
             if old.stem != best:
                 old.unlink()
                 _sum_of(old).unlink(missing_ok=True)

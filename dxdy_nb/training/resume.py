@@ -148,8 +148,9 @@ def taken_over(folder: Path, begin: Start) -> dict[str, Any]:
     if not begin.resumed:
         return {}
     before = take_over(folder)
-    for left in folder.glob("**/.*.*[0-9]"):  # what a process was writing when it died
-        left.unlink(missing_ok=True)
+    for place in (folder, folder / checkpoint.FOLDER):
+        for left in place.glob(".*.*[0-9]"):  # what a process was writing when it died
+            left.unlink(missing_ok=True)
     now = {"step": begin.step, "after": before.get("status"), "changes": begin.changes}
     return {"resumed": [*before.get("resumed", []), now]}
 
