@@ -147,7 +147,7 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
             begin.state.restore(parts, s, code)
         steps = windows(loader, config.accumulation_steps, total, begin.step)
         first = begin.step if begin.resumed else None
-        validating = 0.0  # seconds
+        validating = resumed.get("validation_seconds", 0.0)
         with Watch(model, optimizer, folder, budget=None, blackbox=BlackBox(folder), first=first):
             for step, window in enumerate(progress(steps, total, begin.step), start=begin.step + 1):
                 scale = scaler.get_scale()

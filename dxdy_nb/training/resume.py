@@ -152,7 +152,10 @@ def taken_over(folder: Path, begin: Start) -> dict[str, Any]:
         for left in place.glob(".*.*[0-9]"):  # what a process was writing when it died
             left.unlink(missing_ok=True)
     now = {"step": begin.step, "after": before.get("status"), "changes": begin.changes}
-    return {"resumed": [*before.get("resumed", []), now]}
+    return {
+        "resumed": [*before.get("resumed", []), now],
+        "validation_seconds": before.get("validation_seconds", 0.0),
+    }
 
 
 @contextlib.contextmanager
