@@ -148,7 +148,8 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
         steps = windows(loader, config.accumulation_steps, total, begin.step)
         first = begin.step if begin.resumed else None
         validating = resumed.get("validation_seconds", 0.0)
-        with Watch(model, optimizer, folder, budget=None, blackbox=BlackBox(folder), first=first):
+        budget = None if s.is_main else 0.03  # every rank has the same gradients: one measures all of them
+        with Watch(model, optimizer, folder, budget, blackbox=BlackBox(folder), first=first):
             for step, window in enumerate(progress(steps, total, begin.step), start=begin.step + 1):
                 scale = scaler.get_scale()
                 if dtype is None and len(window) == s.world_size == 1:
