@@ -282,7 +282,9 @@ def summed(ranks: Ranks) -> Iterator[Finding]:
             plain = all(b[-2].get("reduction") == "mean" and not b[-2].get("scaled") for b in backs)
             local, final = [b[-1].get("gradients", {}) for b in backs], each[0][-1]["gradients"]
             names = [n for n in final if all(n in g for g in local) and abs(final[n][2]) > 0]
-            reduced = [n for n in names if differing([g[n][0] for g in local]) and final[n][0] != local[0][n][0]]
+            by_hand = any(e["event"] == "collective" and not is_number(e) for e in each[0])  # after the average, too
+            apart = {n for n in names if by_hand or differing([g[n][0] for g in local])}
+            reduced = [n for n in names if n in apart and final[n][0] != local[0][n][0]]
             totals = {n: sum(g[n][2] for g in local) for n in reduced}
             if plain and reduced and all(abs(final[n][2] - totals[n]) <= CLOSE * abs(totals[n]) for n in reduced):
                 world = len(ranks.logs)
