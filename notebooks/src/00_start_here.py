@@ -123,6 +123,8 @@ pause = 0.05  # seconds between two steps, so that there is something to watch
 
 # %%
 import importlib.util
+import subprocess
+import sys
 import time
 
 import torch
@@ -258,11 +260,12 @@ lesson.reveal("How many batches of 64 make one epoch?", len(loader))
 # ## Does my environment work?
 #
 # One check a cell. A check that fails ends Run All, because nothing after it could be trusted; its message says what to
-# do next. First what differs from machine to machine, and is only shown:
+# do next. First what differs from machine to machine: `dxdy env` says it in a terminal, too, and changes nothing. What is
+# not *ok* there comes with the next command. No GPU is needed here.
 
 # %% tags=["nbval-ignore-output"]
-gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none seen, and none is needed"
-print("torch", torch.__version__, "· CPU threads", torch.get_num_threads(), "· GPU:", gpu)
+fit = subprocess.run([sys.executable, "-m", "dxdy_nb.cli", "env"], capture_output=True, text=True)
+print(fit.stdout)
 
 # %%
 assert torch.__version__.startswith("2.13."), (
@@ -507,8 +510,6 @@ except RuntimeError as error:
 # %% [markdown]
 # ## Lessons
 #
-# Lessons with a link can be opened today. *Planned* ones are not written yet.
-#
 # <table>
 # <tr><th>#</th><th>notebook</th><th>the question it answers</th><th></th></tr>
 # <tr><td>00</td><td><a href="00_start_here.ipynb">00_start_here</a></td>
@@ -531,22 +532,21 @@ except RuntimeError as error:
 # <tr><td>08</td><td><a href="08_data_parallel.ipynb">08_data_parallel</a></td>
 # <td>How do I go to several processes without changing the result, and what is at fault in <i>comm</i>?</td>
 # <td>core</td></tr>
-# <tr><td>09</td><td>09_sharding · <i>planned</i></td>
+# <tr><td>09</td><td><a href="09_sharding.ipynb">09_sharding</a></td>
 # <td>What if the model does not fit on one device?</td><td>further</td></tr>
-# <tr><td>10</td><td>10_reproducible_experiments · <i>planned</i></td>
+# <tr><td>10</td><td><a href="10_reproducible_experiments.ipynb">10_reproducible_experiments</a></td>
 # <td>How do I make a result repeatable, comparable and able to fail usefully?</td><td>core</td></tr>
-# <tr><td>11</td><td>11_preflight · <i>planned</i></td>
+# <tr><td>11</td><td><a href="11_preflight.ipynb">11_preflight</a></td>
 # <td>Is <i>my own</i> model ready for a long run?</td><td>core</td></tr>
 # </table>
 #
-# **You are learning.** In order: 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08 → 10 → 11; 04 and 09 when you need them. Today
-# that is 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08, and 04.
+# **You are learning.** In order: 00 → 01 → 02 → 03 → 05 → 06 → 07 → 08 → 10 → 11; 04 and 09 when you need them.
 #
 # **You are an engineer with a run in trouble.** The table below, its probe, then the lesson that it names. If the
 # gradient itself is under suspicion, 02; if you have no run to compare with, 03. Then 07.
 #
 # **You are a team.** 00 for everybody, so that all environments are the same; 03 as the run that every change is
-# compared with. Later 10, and 11 before anything expensive.
+# compared with. Then 10, and 11 before anything expensive.
 
 # %% [markdown]
 # ## Symptoms
@@ -614,7 +614,7 @@ except RuntimeError as error:
 # {k: sorted(v) for k, v in optimizer.state_dict()["state"].items()}
 # torch.get_rng_state().sum()
 # </pre>Once when saving and once after loading. What differs was not kept. Then the position in the data.</td>
-# <td>10 <i>planned</i></td></tr>
+# <td><a href="10_reproducible_experiments.ipynb">10</a></td></tr>
 # <tr><td>Ranks drift apart</td><td>comm</td><td><pre>
 # total = sum(p.detach().double().sum().item() for p in model.parameters())
 # print(torch.distributed.get_rank(), total)
@@ -624,7 +624,8 @@ except RuntimeError as error:
 # size = sum(p.numel() * p.element_size() for p in model.parameters())
 # print(size / 2**20, "MiB of weights")
 # </pre>Times two with gradients, times four with Adam's two moments. The rest is what the graph saves.</td>
-# <td><a href="06_precision_and_accumulation.ipynb">06</a>, 09 <i>planned</i></td></tr>
+# <td><a href="06_precision_and_accumulation.ipynb">06</a>,
+# <a href="09_sharding.ipynb">09</a></td></tr>
 # </table>
 #
 # On a healthy step the probes are dull. Here is ours:

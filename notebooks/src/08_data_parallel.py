@@ -70,6 +70,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import dxdy_nb as dx
 from dxdy_nb.lesson import plots
 from dxdy_nb.lesson.exercise import Lesson
+from dxdy_nb.ranks.scaling import explain_scaling
 from dxdy_nb.runs.lessons import NOTEBOOKS
 from dxdy_nb.training import datasets
 
@@ -762,6 +763,24 @@ if several:
 # loss means that it was reduced. *Not seen*: this net has no buffers, and nobody saved a file. Nothing draws random
 # numbers here; with dropout they should be apart.
 #
+# And where the time of this run went: the measurement of section 9, made by every recorded run.
+
+# %% tags=["nbval-ignore-output"]
+if several:
+    explained = explain_scaling(run, baseline=one)
+    print(explained)
+    plots.show(explained.plot())
+
+# %%
+if several:
+    parts = explained.table[["compute", "data", "pauses", "exposed", "waiting"]].sum(axis=1)
+    assert torch.allclose(torch.tensor(parts.values), torch.tensor(explained.table["step"].values))
+    print("compute, data, pauses, exposed communication and waiting are the whole step")
+
+# %% [markdown]
+# *Hidden* communication costs nothing: backward goes on meanwhile. The prediction for more ranks is arithmetic on these
+# figures, and is labelled so.
+#
 # What is *not* averaged: **buffers**. A BatchNorm normalises by the statistics of its rank's samples, and its running
 # mean follows those.
 
@@ -869,43 +888,8 @@ print("warnings:", len(said))
 # %% [markdown]
 # ### 14 · Going further: several machines
 #
-# **torchrun** on two machines of a *private* network, `10.0.0.1` and `10.0.0.2`, whose interface is `eth0`. These flags
-# have been run between two network namespaces of one machine, and on no two machines yet.
-#
-# ```
-# # on 10.0.0.1
-# GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --nproc-per-node 1 \
-#     --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500 --rdzv-id 4711 \
-#     --rdzv-conf is_host=1 --local-addr 10.0.0.1 notebooks/ddp_worker.py
-# # on 10.0.0.2
-# GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 torchrun --nnodes 2 --nproc-per-node 1 \
-#     --rdzv-backend c10d --rdzv-endpoint 10.0.0.1:29500 --rdzv-id 4711 \
-#     --rdzv-conf is_host=0 --local-addr 10.0.0.2 notebooks/ddp_worker.py
-# ```
-#
-# `is_host` and `--local-addr` look superfluous. They matter where a machine's name resolves to 127.0.0.1, as on many
-# servers: without them both agents wait for a host until they give up.
-#
-# **SLURM**, one task a machine, torchrun inside (a template; no cluster has seen it):
-#
-# ```
-# # #!/bin/bash
-# #SBATCH --nodes=2
-# #SBATCH --ntasks-per-node=1
-# #SBATCH --cpus-per-task=8
-# #SBATCH --gpus-per-node=4
-# #SBATCH --time=01:00:00
-# head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# address=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address | awk '{print $1}')
-# export OMP_NUM_THREADS=2
-# srun torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 4 --rdzv-backend c10d \
-#     --rdzv-endpoint "$address:29500" --rdzv-id "$SLURM_JOB_ID" train.py
-# ```
-#
-# **Kubernetes**: the Kubeflow Trainer sets the same variables, https://www.kubeflow.org/docs/components/trainer/.
-# **Ray**: `TorchTrainer` calls a function on its workers,
-# https://docs.ray.io/en/latest/train/getting-started-pytorch.html; set `OMP_NUM_THREADS` yourself there. Both not tried
-# with this workbook.
+# [Going further](../GOING_FURTHER.md) has the commands: torchrun on two machines of a private network, a SLURM script,
+# links for Kubernetes and Ray, and what to look at first when ranks on several machines hang.
 
 # %% [markdown]
 # ## All causes that lead here
