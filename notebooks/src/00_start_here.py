@@ -260,7 +260,7 @@ lesson.reveal("How many batches of 64 make one epoch?", len(loader))
 # ## Does my environment work?
 #
 # One check a cell. A check that fails ends Run All, because nothing after it could be trusted; its message says what to
-# do next. First what differs from machine to machine: `dxdy env` says it in a terminal, too, and changes nothing. What is
+# do next. First what differs from machine to machine, as `dxdy env` says it in a terminal; it changes nothing. What is
 # not *ok* there comes with the next command. No GPU is needed here.
 
 # %% tags=["nbval-ignore-output"]
