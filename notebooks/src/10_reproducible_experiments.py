@@ -231,6 +231,9 @@ print("torch.empty, under the flag: all NaN,", unfilled.isnan().all().item())
 # %%
 lesson.predict("How far off is w after the second step, if v was forgotten?", None)
 
+# %% [markdown]
+# Three routes to the answer: by pen, with slopes by finite difference in a loop of our own, and with torch in float64.
+
 
 # %%
 def two_steps(slope, forget):
