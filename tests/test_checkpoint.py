@@ -251,6 +251,14 @@ def test_a_completed_run_is_returned_as_it_is(tmp_path):
     assert before == {path: path.stat().st_mtime_ns for path in run.folder.rglob("*")}
 
 
+def test_a_completed_run_whose_last_checkpoint_is_damaged_gets_its_last_weights_again(tmp_path):
+    run = dx.train(BASE, out=tmp_path / "run")
+    damage(run.folder / checkpoint.FOLDER / "step-00000017.pt", "flipped")
+    with pytest.warns(RuntimeWarning, match=r"step-00000017\.pt: is damaged"):
+        again = dx.train(BASE, out=run.folder, resume=True)
+    same(again, run)
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "trace.bin").write_bytes(b"x")
     with pytest.raises(dx.DxdyError, match=r"already holds a run \(trace.bin\)"):

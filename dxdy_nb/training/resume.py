@@ -66,7 +66,8 @@ def start(config: RunConfig, out: str | Path | None, resume: bool, allow_changes
     folder = Path(str(out))
     if "result.json" not in taken and "config.yaml" not in taken:  # a process may have died between the two
         raise held(folder, *taken)
-    result = read_result(folder) if "result.json" in taken else {"kind": "training", "status": "killed"}
+    died: dict[str, Any] = {"kind": "training", "status": "killed"}
+    result = read_result(folder) if "result.json" in taken else died
     if result.get("kind") != "training":
         raise held(folder, *taken)
     if result["status"] == "running":
@@ -74,7 +75,10 @@ def start(config: RunConfig, out: str | Path | None, resume: bool, allow_changes
     before = RunConfig.load(folder / "config.yaml") if "config.yaml" in taken else config
     changes = changed(before, config, allow_changes)
     state = checkpoint.newest(folder / checkpoint.FOLDER)
-    return Start(folder, state, True, result["status"] == "completed" and not changes, changes)
+    completed = result["status"] == "completed" and not changes
+    if state and completed:  # its last checkpoint may be damaged: then what lies behind the one before is made again
+        completed = state.step == max((row["step"] for row in result.get("validation", [])), default=state.step)
+    return Start(folder, state, True, completed, changes)
 
 
 def agreed(
