@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dxdy_nb.autograd.record import record as record
     from dxdy_nb.config import RunConfig as RunConfig
     from dxdy_nb.diagnosis.diagnose import diagnose as diagnose
+    from dxdy_nb.diagnosis.preflight import preflight as preflight
     from dxdy_nb.diagnosis.ranks import diagnose_ranks as diagnose_ranks
     from dxdy_nb.errors import DxdyError as DxdyError
     from dxdy_nb.lesson.live import live as live
@@ -43,6 +44,7 @@ _HOMES = {
     "live": "lesson.live",
     "lr_range_test": "training.tuning",
     "lr_search": "training.tuning",
+    "preflight": "diagnosis.preflight",
     "record": "autograd.record",
     "result": "runs.record",
     "sharpness": "training.curvature",

@@ -7,14 +7,13 @@ import json
 import os
 import shutil
 import sys
-import traceback
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dxdy_nb.config import parse_assignments
-from dxdy_nb.errors import DxdyError, suggestion
+from dxdy_nb.errors import DxdyError, in_a_line, suggestion
 
 if TYPE_CHECKING:
     from dxdy_nb.runs import lessons
@@ -94,6 +93,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("target", metavar="MODULE:FUNCTION", help="looked for in the current directory first")
     check.add_argument("--json", action="store_true", help="print the report as JSON")
+
+    preflight = _command(
+        commands,
+        "preflight",
+        _preflight,
+        "the six points before a long run, on what a function of yours returns, as one page",
+        "dxdy preflight package.module:make --out preflight.html",
+    )
+    preflight.add_argument("target", metavar="MODULE:FUNCTION", help="looked for in the current directory first")
+    preflight.add_argument("--world-size", type=_count, default=2, metavar="N", help="ranks of point 5 (default 2)")
+    preflight.add_argument("--memory", action="store_true", help="try what saves memory, too")
+    preflight.add_argument("--json", action="store_true", help="print the page as JSON")
+    preflight.add_argument("--out", type=Path, metavar="FILE.html", help="write the page here, too")
 
     _add_sweep(commands)
 
@@ -296,12 +308,28 @@ def _watch_ranks(options: argparse.Namespace, name: str, arguments: Sequence[str
 
 def _check(options: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # what the module prints is not the report
-        setup = _made(options.target)
+        make = _function(options.target, "check")
         from dxdy_nb.diagnosis.diagnose import diagnose
+        from dxdy_nb.diagnosis.subject import made
 
-        report = diagnose(**setup)
+        report = diagnose(**made(make))
     print(report.to_json() if options.json else report)
     return FINE if report.healthy else PROBLEM
+
+
+def _preflight(options: argparse.Namespace) -> int:
+    if options.out and (options.out.suffix not in (".html", ".htm") or not options.out.parent.is_dir()):
+        raise DxdyError(f"preflight: {options.out}: expected a page's name in a folder that is there, like page.html.")
+    with contextlib.redirect_stdout(sys.stderr):  # what the module prints is not the page
+        make = _function(options.target, "preflight")
+        from dxdy_nb.diagnosis.preflight import preflight
+
+        page = replace(preflight(make, options.world_size, memory=options.memory), target=options.target)
+    print(page.to_json() if options.json else page)
+    if options.out:
+        page.save(options.out)
+    print(f"kept in {page.folder}", file=sys.stderr)
+    return FINE if page.ok else PROBLEM
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -320,40 +348,25 @@ def _env(options: argparse.Namespace) -> int:
     return FINE if doctor.fit(lines) else PROBLEM
 
 
-def _made(target: str) -> dict[str, Any]:
-    """Return what ``make()`` of a target like ``package.module:make`` returns."""
+def _function(target: str, command: str) -> Callable[[], Any]:
+    """Return the function that a target like ``package.module:make`` names."""
     module, _, name = target.partition(":")
     if not name or module.endswith(".py") or not all(part.isidentifier() for part in module.split(".")):
-        raise DxdyError(f"check: expected a module and a function of it, like package.module:make; got {target!r}.")
+        raise DxdyError(f"{command}: expected a module and a function of it, like package.module:make; got {target!r}.")
     sys.path.insert(0, os.getcwd())
     try:
         found = vars(importlib.import_module(module))
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and f"{module}.".startswith(f"{missing}."):
-            raise DxdyError(f"check: no module {missing!r} here. Start it where Python can import {module}.") from None
-        raise DxdyError(f"check: importing {module} raised {_in_a_line(error)}") from None
+            raise DxdyError(
+                f"{command}: no module {missing!r} here. Start it where Python can import {module}."
+            ) from None
+        raise DxdyError(f"{command}: importing {module} raised {in_a_line(error)}") from None
     if not callable(make := found.get(name)):
         names = [n for n, thing in found.items() if callable(thing) and not n.startswith("_")]
-        raise DxdyError(f"check: {module} has no function {name!r}.{suggestion(name, names) if names else ''}")
-    try:
-        setup = make()
-    except (Exception, SystemExit) as error:
-        raise DxdyError(f"check: {name}() raised {_in_a_line(error)}") from None
-    if not isinstance(setup, dict) or not all(isinstance(key, str) for key in setup):
-        raise DxdyError(
-            f"check: {name}() returns a dictionary of dx.diagnose's keywords, like {{'model': model, 'loader': "
-            f"loader, ...}}; got {type(setup).__name__}."
-        )
-    return setup
-
-
-def _in_a_line(error: BaseException) -> str:
-    """Return an exception as one line: what it is, what it says, and the last line of the reader's that it passed."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).exists()]
-    frames = [f for f in frames[1:] if "site-packages" not in f.filename and f.name != "import_module"]
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+        raise DxdyError(f"{command}: {module} has no function {name!r}.{suggestion(name, names) if names else ''}")
+    return make
 
 
 def _replay(options: argparse.Namespace) -> int:

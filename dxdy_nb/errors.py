@@ -1,7 +1,9 @@
 """The one error of this package."""
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class DxdyError(Exception):
@@ -31,3 +33,17 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
+
+
+def in_a_line(error: BaseException) -> str:
+    r"""Return an exception as one line: what it is, what it says, and the last line of the reader's that it passed.
+
+    Examples
+    --------
+    >>> in_a_line(ValueError("two\nlines"))
+    'ValueError: two lines'
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).exists()]
+    frames = [f for f in frames[1:] if "site-packages" not in f.filename and f.name != "import_module"]
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,13 +59,26 @@ def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit
     >>> report.healthy
     False
     """
+    experiment = experiment_on(given, batches, steps, time_limit)
+    began = experiment.deadline - time_limit
+    with torch.inference_mode(False), torch.enable_grad():
+        experiment.observe()
+        with preserved(experiment.subject):
+            report = replace(report_on(experiment), seconds=time.monotonic() - began)
+    return replace(report, repro=partial(save, experiment, report.errors[0])) if report.errors else report
+
+
+def experiment_on(
+    given: Mapping[str, Any], batches: int | None = None, steps: int | None = None, time_limit: float = TIME
+) -> Experiment:
+    """Return the experiment that ``diagnose`` makes of its keywords, before its first step; see there."""
+    began = time.monotonic()
     unknown = [name for name in given if name not in NAMES]
     if unknown:
         raise DxdyError(f"diagnose: unknown {', '.join(unknown)}. Known: {', '.join(NAMES)}.")
     for name, value in (("batches", batches), ("steps", steps), ("time_limit", time_limit)):
         if value is not None and not (isinstance(value, (int, float)) and value > 0):
             raise DxdyError(f"diagnose: {name}= is a number above 0, got {value!r}.")
-    began = time.monotonic()
     subject = subject_of(given)
     if subject.loader is not None and is_one_shot(subject.loader):
         if batches is None:
@@ -75,12 +89,7 @@ def diagnose(*, batches: int | None = None, steps: int | None = None, time_limit
         with random_states():
             read = [batch for _, batch in zip(range(batches), subject.loader, strict=False)]
         subject = replace(subject, loader=read)
-    experiment = Experiment(subject, began + time_limit, steps)
-    with torch.inference_mode(False), torch.enable_grad():
-        experiment.observe()
-        with preserved(subject):
-            report = replace(report_on(experiment), seconds=time.monotonic() - began)
-    return replace(report, repro=partial(save, experiment, report.errors[0])) if report.errors else report
+    return Experiment(subject, began + time_limit, steps)
 
 
 def report_on(experiment: Experiment) -> Report:

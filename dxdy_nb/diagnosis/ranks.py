@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -76,18 +77,33 @@ def _diagnosed(
         )
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dxdy-ranks-") as folder:
-        failures, code = {}, 0
-        try:
-            codes = launch(_logged, function, given, folder, time_limit, world_size=world_size, stall=time_limit)
-            code = max(codes)
-        except RankError as error:
-            failures[error.rank] = str(error).partition("\n")[0].removeprefix("launch: ")
-            code = 1
-        ranks = Ranks(of_folder(Path(folder)).logs, failures)
+        ranks, code = logs_of(function, given, world_size, time_limit, Path(folder))
+    return replace(report_of(ranks), seconds=time.monotonic() - began), code
+
+
+def logs_of(
+    function: Callable[..., Any], given: tuple[Any, ...], world_size: int, time_limit: float, folder: Path
+) -> tuple[Ranks, int]:
+    """Call ``function(rank, world_size, init_method, *given)`` on each rank; return what each wrote down in a folder.
+
+    The number is the greatest that a rank returned, 1 where one failed.
+    """
+    failures, code = {}, 0
+    try:
+        codes = launch(_logged, function, given, str(folder), time_limit, world_size=world_size, stall=time_limit)
+        code = max(codes)
+    except RankError as error:
+        failures[error.rank] = str(error).partition("\n")[0].removeprefix("launch: ")
+        code = 1
+    ranks = Ranks(of_folder(folder).logs, failures)
     for event in ranks.any("raised"):
         code = int(event["text"]) if event["type"] == "SystemExit" and event["text"].isdigit() else code
-    findings = ordered(list(_findings(ranks)))
-    return Report(tuple(findings), _saw(ranks), tuple(_unchecked(ranks)), time.monotonic() - began), code
+    return ranks, code
+
+
+def report_of(ranks: Ranks) -> Report:
+    """Return what the logs of ranks say."""
+    return Report(tuple(ordered(list(_findings(ranks)))), _saw(ranks), tuple(_unchecked(ranks)))
 
 
 def _findings(ranks: Ranks) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, in_a_line
 from dxdy_nb.observe.kept import kept
 
 TrainStep = Callable[[Any, Any, Any, Any, int], Any]
@@ -120,6 +120,27 @@ def subject_of(given: Mapping[str, Any]) -> Subject:
     if not isinstance(given.get("accumulation_steps", 1), int) or given.get("accumulation_steps", 1) < 1:
         raise DxdyError(f"diagnose: accumulation_steps= is a number from 1 on, got {given['accumulation_steps']!r}.")
     return Subject(**{**given, "optimizers": optimizers})
+
+
+def made(make: Callable[[], Any]) -> dict[str, Any]:
+    """Return what a function of the reader's makes: the keywords of ``diagnose``.
+
+    Raises
+    ------
+    DxdyError
+        It raised, or returned something else.
+    """
+    name = getattr(make, "__name__", "make")
+    try:
+        given = make()
+    except (Exception, SystemExit) as error:
+        raise DxdyError(f"{name}() raised {in_a_line(error)}") from None
+    if not isinstance(given, dict) or not all(isinstance(key, str) for key in given):
+        raise DxdyError(
+            f"{name}() returns a dictionary of dx.diagnose's keywords, like {{'model': model, 'loader': loader, ...}}; "
+            f"got {type(given).__name__}."
+        )
+    return given
 
 
 def batches_of(loader: Any) -> Iterable[Any]:
