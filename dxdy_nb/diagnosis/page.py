@@ -149,7 +149,8 @@ def _text(text: str) -> str:
 
 
 def _point(point: Point, opened: bool) -> str:
-    rows = [("seen", point.evidence), ("fix", point.fix)]
+    told_below = any(finding.evidence in point.evidence for finding in point.findings)
+    rows = [] if told_below else [("seen", point.evidence), ("fix", point.fix)]
     body = "".join(f"<dt>{name}</dt><dd>{_text(text).replace('; ', '<br>')}</dd>" for name, text in rows if text)
     told = "".join(_finding(finding) for finding in point.findings)
     state = point.state.replace(" ", "-")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from dxdy_nb.training.ablation import Ablation
+    from dxdy_nb.training.memory import Memory
     from dxdy_nb.training.tuning import Bracket, Search
 
 # Okabe and Ito's palette: told apart by readers with any common form of colour blindness.
@@ -405,6 +406,26 @@ def scaling(table: "pd.DataFrame", predicted: "pd.DataFrame") -> Figure:
     curve.set(xticks=predicted.index, xticklabels=predicted.index, yticks=predicted.index, yticklabels=predicted.index)
     bars.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize="small")
     curve.legend(frameon=False, fontsize="small")
+    return _finished(figure)
+
+
+def memory(record: "Memory") -> Figure:
+    """Return what holds memory over the operations of one step, stacked by part; a line marks the peak.
+
+    Examples
+    --------
+    >>> memory(measure(step, model, [optimizer], batch))  # doctest: +SKIP
+    """
+    figure, axes = new_figure("what holds memory over one training step, by part", 8.0, 3.4)
+    ax, factor = axes[0, 0], 2**20 if record.peak >= 2**20 else 2**10
+    rows = [np.asarray(sizes) / factor for sizes in record.timeline.values()]
+    colours = [*(PALETTE[place] for place in range(4)), GREY]
+    ax.stackplot(range(len(rows[0])), rows, labels=list(record.timeline), colors=colours, step="post", linewidth=0)
+    totals = record.totals
+    ax.axvline(totals.index(record.peak), color="black", linewidth=0.8, linestyle=":")
+    ax.set(xlabel="operation of the step", ylabel="MiB" if factor == 2**20 else "KiB")
+    ax.margins(x=0)
+    figure.legend(loc="outside right upper", frameon=False, reverse=True)
     return _finished(figure)
 
 
