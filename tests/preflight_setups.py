@@ -112,6 +112,18 @@ def not_finite_late():
     return digits(loss_fn=Late())
 
 
+def worse_than_untrained():
+    """Another start, from which no single step proves that the rate is too large; the baseline shows it."""
+    given = digits()
+    torch.manual_seed(1)
+    given["model"].__init__()
+    optimizer = torch.optim.SGD(given["model"].parameters(), lr=50.0, momentum=0.9)
+    torch.manual_seed(1)
+    for _ in range(2):
+        next(iter(given["loader"]))
+    return given | {"optimizer": optimizer}
+
+
 def by_hand(model, batch, optimizer, loss_fn, step):
     model.zero_grad()
     loss = loss_fn(model(batch[0]), batch[1])
@@ -262,7 +274,7 @@ BROKEN = {
     counts_in_an_attribute: 6,
 }  # fmt: skip
 MORE = {
-    wrong_backward: 2, softmax_in_the_model: 2, not_finite_late: 3, updates_by_hand: 4, past_the_wrapper: 5,
-    split_without_a_seed: 5, saves_no_optimizer: 6, validates_with_noise: 6,
+    wrong_backward: 2, softmax_in_the_model: 2, not_finite_late: 3, worse_than_untrained: 3, updates_by_hand: 4,
+    past_the_wrapper: 5, split_without_a_seed: 5, saves_no_optimizer: 6, validates_with_noise: 6,
 }  # fmt: skip
 HEALTHY = (digits, language_model, gru, frozen_backbone, stream, regression, norm_and_dropout)

@@ -21,7 +21,7 @@ from dxdy_nb.diagnosis import curve, rebuilt
 from dxdy_nb.diagnosis.diagnose import TIME as WATCHED
 from dxdy_nb.diagnosis.diagnose import experiment_on, report_on
 from dxdy_nb.diagnosis.page import Point, Preflight, State, nameless
-from dxdy_nb.diagnosis.probes import Experiment
+from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
 from dxdy_nb.diagnosis.ranks import logs_of, report_of
 from dxdy_nb.diagnosis.report import Finding, Report, listed
 from dxdy_nb.diagnosis.slope import hand_case, screen
@@ -46,6 +46,8 @@ LOGGED = ("loss", "grad_norm", "lr")
 # The findings of which stages belong to a point.
 STAGES = {1: ("data", "forward"), 2: ("loss", "backward"), 3: ("update",), 5: ("comm",), 6: ("reproduce",)}
 ALIKE = {"samples": "apart", "updates": "equal", "gradients": "equal", "parameters": "equal"}  # as ranks should be
+STILL = 8  # batches whose losses say what no training would give
+WORSE = 1.2  # times the largest of these
 SMALL = 1e-6  # relative: two evaluations that differ by rounding
 
 Make = Callable[[], Mapping[str, Any]]
@@ -169,7 +171,10 @@ class Flight:
         kinds = {f"{str(p.dtype).removeprefix('torch.')} on {p.device}" for p in parameters}
         saw = self.report.saw
         told = [f"{part} {saw[part]}" for part in ("input", "output", "target") if part in saw]
-        evidence = "; ".join([*told, f"parameters {listed(sorted(kinds))}"])
+        told.append(f"parameters {listed(sorted(kinds))}")
+        if self.report.unchecked:
+            told.append(f"not judged: {listed(self.report.unchecked)}")
+        evidence = "; ".join(told)
         point = self.judged(number, name, evidence)
         if point.state == "passed" and not self.experiment.seen.steps:
             return replace(point, state="failed", evidence="no step could be run: the loader gave no batch")
@@ -249,7 +254,23 @@ class Flight:
                 "find the first value that is not finite in the steps before (lesson 07), or lower the rate (lesson 05)"
             )
             return replace(point, state="failed", evidence=evidence, fix=fix, findings=findings)
+        still = self.untrained() if last > losses[0] else []
+        if still and last > WORSE * max(still):
+            hint = next((f for f in findings if f.stage == "update"), None)
+            evidence += f"; without any training it is {min(still):.4g} to {max(still):.4g}: each step makes it worse"
+            fix = hint.fix if hint is not None else "lower the rate, or warm it up (lesson 05)"
+            return replace(point, state="failed", evidence=evidence, fix=fix, findings=findings)
         return replace(point, evidence=f"{evidence}; the record is the baseline", findings=findings)
+
+    def untrained(self) -> list[float]:
+        """Return the losses of some batches at a rate of 0; none where a loss need not fall: with an opponent."""
+        subject = self.experiment.subject
+        if len(subject.all_optimizers) != 1 or subject.loss_fn is None:
+            return []
+        try:
+            return finite(self.experiment.again(STILL, prepare=set_lr(0.0)))
+        except Exception:
+            return []  # a step that cannot be run again: then nothing is claimed
 
     def logged(self, number: int, name: str) -> Point:
         """Rate, effective batch and gradient norm of every step."""

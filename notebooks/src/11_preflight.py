@@ -276,12 +276,12 @@ lesson.predict("At which point does too_fast stop", None)
 # %%
 page = dx.preflight(too_fast)
 stops.append(stops_at(page))
-print("cause:", page.failed.findings[0].cause)
+print("the rate is named:", any(finding.cause == "lr-too-large" for finding in page.failed.findings))
 lesson.reveal("At which point does too_fast stop", stops[-1])
 
 # %% [markdown]
-# Its inputs are right, and so are its gradients: the first step is as good as that of any other rate. The cause comes
-# from a counterfactual. The same steps were run again with smaller rates, and there the loss fell.
+# Its inputs are right, and so are its gradients: nothing in the first step is wrong but its length. The rate is accused
+# by a counterfactual. The same steps were run again with smaller rates, and there the loss fell.
 #
 # ## 5 · Point 4: is it written down?
 #
