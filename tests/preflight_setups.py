@@ -269,6 +269,46 @@ def norm_and_dropout():
     return digits(model=model)
 
 
+def smoothed():
+    """At the start its loss is nearly that without smoothing, and its gradient is not."""
+    return digits(loss_fn=nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+def accumulates():
+    def train_step(model, batch, optimizer, loss_fn, step):
+        loss = loss_fn(model(batch[0]), batch[1]) / 2
+        loss.backward()
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    return digits(accumulation_steps=2, train_step=train_step)
+
+
+class OwnLoss(nn.Module):
+    """A dictionary in, a dictionary with the loss out."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = flat(nn.ReLU())
+
+    def forward(self, pixels, labels):
+        logits = self.net(pixels)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def named(rows):
+    pixels, labels = zip(*rows, strict=True)
+    return {"pixels": torch.stack(pixels), "labels": torch.stack(labels)}
+
+
+def own_loss():
+    given = digits(model=OwnLoss(), loss_fn=None)
+    loader, held = (DataLoader(given[name].dataset, 32, collate_fn=named) for name in ("loader", "val_loader"))
+    return given | {"loader": loader, "val_loader": held}
+
+
 BROKEN = {
     float_labels: 1, doubled_by_a_hook: 2, rate_too_large: 3, steps_at_each_batch: 4, rank_zero_everywhere: 5,
     counts_in_an_attribute: 6,
@@ -277,4 +317,7 @@ MORE = {
     wrong_backward: 2, softmax_in_the_model: 2, not_finite_late: 3, worse_than_untrained: 3, updates_by_hand: 4,
     past_the_wrapper: 5, split_without_a_seed: 5, saves_no_optimizer: 6, validates_with_noise: 6,
 }  # fmt: skip
-HEALTHY = (digits, language_model, gru, frozen_backbone, stream, regression, norm_and_dropout)
+HEALTHY = (
+    *(digits, language_model, gru, frozen_backbone, stream, regression, norm_and_dropout),
+    *(smoothed, accumulates, own_loss),
+)

@@ -21,7 +21,7 @@ from dxdy_nb.diagnosis import curve, rebuilt
 from dxdy_nb.diagnosis.diagnose import TIME as WATCHED
 from dxdy_nb.diagnosis.diagnose import experiment_on, report_on
 from dxdy_nb.diagnosis.page import Point, Preflight, State, nameless
-from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr
+from dxdy_nb.diagnosis.probes import Experiment, finite, set_lr, usual_loss
 from dxdy_nb.diagnosis.ranks import logs_of, report_of
 from dxdy_nb.diagnosis.report import Finding, Report, listed
 from dxdy_nb.diagnosis.slope import hand_case, screen
@@ -363,10 +363,12 @@ class Flight:
         optimizers = subject.all_optimizers
 
         def step(part: Any, backward: bool = True) -> None:
-            if not backward:
+            if backward:
+                self.experiment.train(part, 0)
+            elif subject.train_step is None:
+                usual_loss(subject.model, subject.loss_fn, part)
+            else:
                 subject.model(*tensors_in(part)[:1])
-                return
-            self.experiment.train(part, 0)
 
         try:
             with preserved(subject), torch.enable_grad():

@@ -49,7 +49,7 @@ def hand_case(experiment: Experiment) -> HandCase | None:
 
     By hand it is a formula in the output and the target alone: (softmax - onehot) / n for cross-entropy,
     (sigmoid - target) / n for binary cross-entropy on logits, 2 (output - target) / n for the squared error. A formula
-    counts where it also gives the value of the loss. None: no formula does.
+    counts where it gives the value of the loss, too, here and for other outputs. None: no formula does.
     """
     call, step = experiment.call, experiment.first
     if call is None or step is None or not step.losses or experiment.target is None:
@@ -76,10 +76,16 @@ def hand_case(experiment: Experiment) -> HandCase | None:
             if loss is None or loss.numel() != 1:
                 return None
             loss.backward()
+            # Near the chance level many losses are alike, as with and without label smoothing: these are far from it.
+            other = (3 * torch.randn_like(output)).detach()
+            elsewhere = experiment.loss_of(other)
         finally:
             for hook in filter(None, hooks):
                 hook.remove()
+        known = {} if elsewhere is None else dict(_formulas(other, experiment.target, float(elsewhere)))
         for formula, slope in _formulas(output.detach(), experiment.target, float(loss.detach())):
+            if formula not in known:
+                continue
             last = next((end for end in reversed(ends) if same_tensor(end[2], output)), None)
             if last is None:
                 return _compared("dloss/doutput", formula, slope, output.grad)

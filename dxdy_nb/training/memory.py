@@ -27,7 +27,7 @@ class Memory:
     ``weights`` are parameters and buffers, ``gradients`` what a parameter's ``.grad`` holds, ``optimizer`` its state,
     ``activations`` what the forward keeps for the backward, ``other`` the batch, results on their way and gradients of
     activations. A storage counts once, however many tensors share it. ``allocator`` is the peak that a GPU's allocator
-    reports, which also rounds sizes up; 0 on a CPU, which counts nothing.
+    reports, which also rounds sizes up; 0 on a CPU, which counts nothing. It has not been read on a GPU yet.
     """
 
     timeline: Mapping[str, Sequence[int]] = field(repr=False)
