@@ -21,6 +21,8 @@ from dxdy_nb.diagnosis.probes import Experiment, usual_loss
 from dxdy_nb.diagnosis.subject import Subject, batches_of, made, preserved, subject_of
 from dxdy_nb.errors import in_a_line
 from dxdy_nb.nested import tensors_in
+from dxdy_nb.observe.plain import plain, restored
+from dxdy_nb.observe.snapshot import RandomStates, put_random
 from dxdy_nb.ranks.digest import checksum, sums
 from dxdy_nb.ranks.session import leave
 
@@ -120,7 +122,12 @@ def uninterrupted(make: Make, path: str) -> Way:
     steps = Steps(experiment)
     steps.take(BEFORE)
     subject = experiment.subject
-    state = {"loop": steps.state(), "random": random_state(), "own": subject.save is not None, "state": _save(subject)}
+    state = {
+        "loop": steps.state(),
+        "random": plain(RandomStates().read()),
+        "own": subject.save is not None,
+        "state": _save(subject),
+    }
     torch.save(state, path)
     at = _weights(subject)
     ahead, first = [], 0
@@ -144,7 +151,7 @@ def resumed(make: Make, path: str) -> Way:
             subject, **{name: known[name] for name in ("model", "optimizer", "scheduler", "scaler") if name in known}
         )
         at = _weights(subject)
-        set_random_state(kept["random"])
+        put_random(restored(kept["random"], None))
         batches = torch.load(f"{path}.batches", weights_only=True)
         for index, batch in enumerate(batches, BEFORE):
             experiment.train(batch, index)
@@ -153,7 +160,7 @@ def resumed(make: Make, path: str) -> Way:
     at = _weights(subject)
     steps = Steps(experiment)
     steps.go_to(kept["loop"])
-    set_random_state(kept["random"])
+    put_random(restored(kept["random"], None))
     first = 0
     for batch in steps.take(AFTER):
         first = first or checksum(tensors_in(batch))
@@ -197,7 +204,10 @@ class Steps:
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(self.epoch)
-        self._start = {"random": random_state(), "generators": [g.get_state() for g in _generators(loader)]}
+        self._start = {
+            "random": plain(RandomStates().read()),
+            "generators": [g.get_state() for g in _generators(loader)],
+        }
         self._batches = iter(batches_of(loader))
 
     def state(self) -> dict[str, Any]:
@@ -221,25 +231,6 @@ def _generators(loader: Any) -> list[torch.Generator]:
     """Return the generators that a loader and its sampler have of their own."""
     owners = loader, getattr(loader, "sampler", None)
     return [g for owner in owners if (g := getattr(owner, "generator", None)) is not None]
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of all random generators as plain values and tensors."""
-    kind, keys, *rest = tuple[Any, ...](np.random.get_state())
-    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Set all random generators to a state."""
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-    if "cuda" in state:
-        torch.cuda.set_rng_state_all(state["cuda"])
 
 
 def _alone(make: Make) -> Experiment:
