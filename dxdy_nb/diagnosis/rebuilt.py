@@ -219,7 +219,7 @@ class Steps:
         loader = self.experiment.subject.loader
         for generator, kept in zip(_generators(loader), state["start"]["generators"], strict=True):
             generator.set_state(kept)
-        set_random_state(state["start"]["random"])
+        put_random(restored(state["start"]["random"], None))
         self.index, self.epoch = state["index"], state["epoch"]
         self._begin(loader)
         for _ in range(state["place"]):
