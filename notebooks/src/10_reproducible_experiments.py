@@ -79,6 +79,12 @@ lesson = Lesson("10_reproducible_experiments")
 temporary = tempfile.TemporaryDirectory()  # the runs of this lesson; gone when the kernel ends
 runs = Path(temporary.name)
 
+
+def new(name):  # a place for a run: what stood there when you ran the cell before is removed
+    shutil.rmtree(runs / name, ignore_errors=True)
+    return runs / name
+
+
 # %% [markdown]
 # ## 1 · What a seed fixes, and what it does not
 #
@@ -331,16 +337,18 @@ def fingerprint(model):
 parts, pause, path = make(), 3 * steps // 5, runs / "by_hand.pt"
 
 
-def watched():
-    for step in training(parts, 0, steps):
+def watched(start):
+    for step in training(parts, start, steps):
         if step + 1 == pause:
             torch.save(state_of(parts, pause), path)
-        yield
+        yield step
 
 
 # %%
 with dx.watch(parts["model"], parts["optimizer"]) as w:
-    await dx.live(w).run(watched())
+    last = await dx.live(w).run(watched(0))
+    for _ in watched(last + 1):  # the rest, if you pressed Stop
+        pass
 whole = fingerprint(parts["model"])
 
 # %% [markdown]
@@ -441,7 +449,7 @@ print("the generator's state is as it was:", torch.equal(state, torch.get_rng_st
 
 # %%
 config = dx.RunConfig(seed=seed, model="mlp", max_steps=steps, checkpoint_every=7, device="cpu")
-left_alone = dx.train(config, out=runs / "left-alone")
+left_alone = dx.train(config, out=new("left-alone"))
 left_alone.status
 
 # %% [markdown]
@@ -466,7 +474,7 @@ dx.train(dx.RunConfig.load(sys.argv[1]), out=sys.argv[2])
 
 # %%
 config.save(runs / "config.yaml")
-command = [sys.executable, "-c", PROGRAM, str(runs / "config.yaml"), str(runs / "killed"), str(pause)]
+command = [sys.executable, "-c", PROGRAM, str(runs / "config.yaml"), str(new("killed")), str(pause)]
 quiet = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 with subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **quiet) as child:
     print(child.stdout.readline().strip())
@@ -481,7 +489,7 @@ print("the process was ended by signal", -child.returncode)
 killed = dx.Run.load(runs / "killed")
 saved = sorted(file.stem for file in (killed.folder / "checkpoints").glob("*.pt"))
 print(killed.status, "- last checkpoint:", saved[-1])
-copy = shutil.copytree(killed.folder, runs / "damaged")  # for later
+copy = shutil.copytree(killed.folder, new("copy"))  # for later
 
 # %% [markdown]
 # Between the last checkpoint and the end lie steps that are lost. They are made again.
@@ -510,6 +518,7 @@ print(both.verdict)
 # weight in its last checkpoint.
 
 # %%
+shutil.copytree(copy, new("damaged"))
 victim = sorted((runs / "damaged" / "checkpoints").glob("*.pt"))[-1]
 content = bytearray(victim.read_bytes())
 weight = torch.load(victim, weights_only=True)["model"]["fc1.weight"]
@@ -535,8 +544,9 @@ lesson.reveal("torch.load of the damaged file: the name of its error, or none", 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     repaired = dx.train(config, out=runs / "damaged", resume=True)
-said = next(text for text in (str(one.message) for one in caught) if "damaged" in text)
-print(said.split("/")[-1].split(" Its")[0], said.split(". ")[-1])  # without its path and its digests
+for text in (str(one.message) for one in caught):
+    if "damaged" in text:
+        print(text.split("/")[-1].split(" Its")[0], text.split(". ")[-1])  # without its path and its digests
 print("the same weights after all:", fingerprint(repaired.model) == fingerprint(left_alone.model))
 
 # %% [markdown]
@@ -572,12 +582,12 @@ lesson.predict("The status of the run with a rate a thousand times too large", N
 lesson.predict("How many of accumulation, bf16, two ranks move the loss by more than another seed does?", None)
 
 # %%
-done, ablation = {}, runs / "ablation"
+done, ablation = {}, new("ablation")
 ablation.mkdir()
 for name, change in changes.items():
     for number in (seed, seed + 1, seed + 2):
-        config = baseline.override({**change, "seed": number})
-        done[name, number] = dx.train(config, out=ablation / f"{name}.{number}")
+        changed = baseline.override({**change, "seed": number})
+        done[name, number] = dx.train(changed, out=ablation / f"{name}.{number}")
 
 
 # %%
@@ -624,7 +634,7 @@ lesson.reveal("How many of accumulation, bf16, two ranks move the loss by more t
 lesson.predict("Momentum 0.8 and 0.9: the first step (counted from 0) whose loss differs", None)
 
 # %%
-other = dx.train(baseline.override({"momentum": 0.8}), out=ablation / f"momentum.{seed}")
+other = dx.train(baseline.override({"momentum": 0.8}), out=new(f"ablation/momentum.{seed}"))
 pair = dx.compare(done["baseline", seed], other)
 pair.config
 
