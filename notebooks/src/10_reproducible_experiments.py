@@ -352,7 +352,8 @@ with dx.watch(parts["model"], parts["optimizer"]) as w:
 whole = fingerprint(parts["model"])
 
 # %% [markdown]
-# The gradient norm is noisy, and the schedule shows in the rate alone. Now resume, with everything or without one part.
+# Its norms go up and down from step to step, and nobody would see a missing state in such a curve. Now resume, with
+# everything or without one part, and compare the bits.
 
 
 # %%
@@ -584,8 +585,8 @@ lesson.predict("How many of accumulation, bf16, two ranks move the loss by more 
 # %%
 done, ablation = {}, new("ablation")
 ablation.mkdir()
-for name, change in changes.items():
-    for number in (seed, seed + 1, seed + 2):
+for number in (seed, seed + 1, seed + 2):  # a busy minute of the machine hits all changes alike
+    for name, change in changes.items():
         changed = baseline.override({**change, "seed": number})
         done[name, number] = dx.train(changed, out=ablation / f"{name}.{number}")
 
@@ -714,7 +715,7 @@ rows = table.assign(change=[name.rpartition(".")[0] for name in table.index], fa
 by = rows.groupby("change")
 figures = {
     "step time, ms": 1000 * by.step_time.min(),
-    "thousand samples a second": by.samples_per_second.max() / 1000,
+    "1000 samples / s": by.samples_per_second.max() / 1000,
     "validation, ms": 1000 * by.validation_time.min(),
     "failure rate": by.failed.mean(),
     "sd of accuracy, seeds": by.validation_accuracy.std(),
@@ -742,8 +743,9 @@ print("failure rates:", failures[list(changes)].to_dict())
 
 # %% [markdown]
 # - **Two ranks** have a slower step and the baseline's result. They pay off where computing outweighs the exchange.
-# - **Rate** does the baseline's arithmetic in the baseline's time, and never fails. Its seeds even lie close together:
-#   chance is steady. By these five figures alone nobody would throw it out; the accuracy has to stand beside them.
+# - **Rate** does the same arithmetic as the baseline, so it takes the same time but for what else the machine did. It
+#   never fails, and its seeds lie close together: chance is steady. By these five figures alone nobody would throw it
+#   out; the accuracy has to stand beside them.
 # - **Decay** takes the fewest steps, and always fails. It has no validation and no spread: no bar is no zero.
 # - **Spread** over three seeds is a rough number. A change that drives the seeds apart costs more runs before anything
 #   can be learnt from it.
