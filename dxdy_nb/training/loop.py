@@ -7,7 +7,9 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,81 +110,115 @@ def _train_here(config: RunConfig, folder: Path, resume: bool, allow_changes: bo
         return _train(config, s, folder, resume, allow_changes)
 
 
-def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, allow_changes: bool) -> Run:
-    device = s.device
-    data = datasets.load(config.data, config.seed)
+@dataclass(frozen=True)
+class Parts:
+    """What a configuration names, built: with ``epoch`` optimizer steps an epoch, and ``total`` in all."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    scaler: torch.amp.GradScaler
+    dtype: torch.dtype | None  # of autocast
+    loader: DataLoader[datasets.Batch]
+    epoch: int
+    total: int
+
+    @property
+    def states(self) -> dict[str, Any]:
+        """All that has a state which the next step depends on, by the names that a checkpoint gives it."""
+        return {"model": self.model, "optimizer": self.optimizer, "schedule": self.scheduler, "scaler": self.scaler}
+
+
+def prepare(config: RunConfig, data: datasets.Splits, s: Session) -> Parts:
+    """Build model, loss, optimizer, schedule and this rank's loader, the same on every rank."""
     seed_everything(config.seed)
     model = models.build(config.model, data.train.x[0], data.classes)
     models.initialise(model, config.init)
-    model.to(device)
-    loss_fn = pick_loss(config.loss)
+    model.to(s.device)
     optimizer = pick_optimizer(config, model)
-    dtype, scaler = pick_precision(config.precision, model, data.train.x[:1].to(device))
+    dtype, scaler = pick_precision(config.precision, model, data.train.x[:1].to(s.device))
     share = {"rank": s.rank, "world_size": s.world_size, "num_workers": config.num_workers}
     loader = datasets.loader(data.train, config.batch_size, shuffle_seed=config.seed, **share)
     epoch = steps_per_epoch(len(loader), config.accumulation_steps)
     total = min(config.max_steps or config.epochs * epoch, config.epochs * epoch)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(config, step, total))
-    parts = {"model": model, "optimizer": optimizer, "schedule": scheduler, "scaler": scaler}
+    return Parts(model, pick_loss(config.loss), optimizer, scheduler, scaler, dtype, loader, epoch, total)
 
-    begin = agreed(config, model, s, out, resume, allow_changes)
+
+def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, allow_changes: bool) -> Run:
+    data = datasets.load(config.data, config.seed)
+    parts = prepare(config, data, s)
+    begin = agreed(config, parts.model, s, out, resume, allow_changes)
     if begin.completed:
-        return begin.run(model)
+        return begin.run(parts.model)
     folder, kept = own_folder(begin, s), (begin.folder / checkpoint.FOLDER).absolute()  # the loop may go elsewhere
-    resumed = taken_over(folder, begin)
-    validation = list(begin.state.validation) if begin.state and s.is_main else []
-    facts = {"metrics": named("validation", validation[-1]) if validation else {}, "validation": validation}
-    parallel, every = contextlib.ExitStack(), config.checkpoint_every
-    with patient(s) as stop, parallel, Recorder(folder, kind="training", **facts, **resumed) as recorder:
+    facts: dict[str, Any] = {"metrics": {}, "validation": [], "validation_seconds": 0.0, **taken_over(folder, begin)}
+    if begin.state and s.is_main and begin.state.validation:
+        facts["validation"] = list(begin.state.validation)
+        facts["metrics"] = named("validation", begin.state.validation[-1])
+    with patient(s) as stop, contextlib.ExitStack() as parallel, Recorder(folder, kind="training", **facts) as recorder:
         config.save(folder / "config.yaml")
-        code = write_environment(folder, model, data.train, device=str(device), split=data.described())
-        trained: nn.Module = model
+        code = write_environment(folder, parts.model, data.train, device=str(s.device), split=data.described())
+        model = parts.model
         if s.world_size > 1:
             parallel.enter_context(logged(begin.folder / RANKS / f"rank{s.rank}.jsonl", s.rank, close=0))
-            trained = DistributedDataParallel(model)  # broadcasts rank 0's weights, then averages every gradient
-            if begin.step:  # it sorts gradients anew after the first backward, and three ranks' sums hang on the order
-                x, y, _ = data.train[: config.batch_size]
-                loss_fn(trained(x.to(device)), y.to(device)).backward()
+            model = in_parallel(parts, data.train[: config.batch_size], s, warm=begin.step > 0)
         if begin.state:
-            begin.state.restore(parts, s, code)
-        steps = windows(loader, config.accumulation_steps, total, begin.step)
-        first = begin.step if begin.resumed else None
-        validating = resumed.get("validation_seconds", 0.0)
+            begin.state.restore(parts.states, s, code)
+        steps = windows(parts.loader, config.accumulation_steps, parts.total, begin.step)
         budget = None if s.is_main else 0.03  # every rank has the same gradients: one measures all of them
-        with Watch(model, optimizer, folder, budget, blackbox=BlackBox(folder), first=first):
-            for step, window in enumerate(progress(steps, total, begin.step), start=begin.step + 1):
-                scale = scaler.get_scale()
-                if dtype is None and len(window) == s.world_size == 1:
-                    x, y, _ = window[0]
-                    loss = train_step(model, x.to(device), y.to(device), loss_fn, optimizer, config.max_grad_norm)
-                else:
-                    loss = window_step(trained, window, loss_fn, optimizer, scaler, s, dtype, config.max_grad_norm)
+        first = begin.step if begin.resumed else None
+        with Watch(parts.model, parts.optimizer, folder, budget, blackbox=BlackBox(folder), first=first):
+            for step, window in enumerate(progress(steps, parts.total, begin.step), start=begin.step + 1):
+                scale = parts.scaler.get_scale()
+                loss = take_step(model, parts, window, s, config.max_grad_norm)
                 if not math.isfinite(loss):
                     ids = torch.cat([batch.ids for batch in window]).tolist()
                     reason = f"the loss is {loss} at step {step - 1}; sample ids of its batch: {ids}"
                     recorder.write(status="diverged", reason=reason)
                     break
-                if scaler.get_scale() >= scale:  # it falls where a gradient overflowed and the step was left out
-                    scheduler.step()
-                validates = step % (config.validate_every * epoch) == 0 or step == total
-                if s.is_main and validates:
-                    begun = time.perf_counter()
-                    validation.append({"step": step, **evaluate(model, data.validation, loss_fn)})
-                    validating += time.perf_counter() - begun
-                    metrics = named("validation", validation[-1])
-                    recorder.write(validation=validation, validation_seconds=round(validating, 3), metrics=metrics)
-                last = step == total or bool(stop)
+                if parts.scaler.get_scale() >= scale:  # it falls where a gradient overflowed: no update was made
+                    parts.scheduler.step()
+                validates = step % (config.validate_every * parts.epoch) == 0 or step == parts.total
+                if validates and s.is_main:
+                    validate(recorder, parts, data.validation, step)
+                last, every = step == parts.total or bool(stop), config.checkpoint_every
                 if last or (every and (step % every == 0 or validates)):
-                    place = {"step": step, "epoch": step // epoch, "windows": step % epoch}
-                    checkpoint.save(kept, parts, s, **place, config=config, code=code, validation=validation)
-                if last and step < total:
+                    epoch, consumed = divmod(step, parts.epoch)
+                    place = {"step": step, "epoch": epoch, "windows": consumed}
+                    seen = recorder.result["validation"]
+                    checkpoint.save(kept, parts.states, s, config=config, code=code, validation=seen, **place)
+                if last and step < parts.total:
                     recorder.write(status=STOPPED[stop[0]], reason=f"{stop[0].name} after step {step - 1}")
                     break
             else:
-                test = named("test", evaluate(model, data.test, loss_fn)) if s.is_main else {}
-                weights = {name: digest([tensor]) for name, tensor in model.state_dict().items()}
+                test = named("test", evaluate(parts.model, data.test, parts.loss_fn)) if s.is_main else {}
+                weights = {name: digest([tensor]) for name, tensor in parts.model.state_dict().items()}
                 recorder.write(status="completed", metrics={**recorder.result["metrics"], **test}, weights=weights)
-    return Run.of(folder, recorder.result, config, model)  # not read back: a disk that is full costs no trained model
+    # Not read back: a disk that is full costs no trained model.
+    return Run.of(folder, recorder.result, config, parts.model)
+
+
+def in_parallel(parts: Parts, batch: datasets.Batch, s: Session, warm: bool) -> DistributedDataParallel:
+    """Return the model as one of several ranks: rank 0's weights, and every gradient averaged.
+
+    ``warm``: it has made a step before. DDP sorts gradients anew after the first backward, and from three ranks on the
+    last bits of a sum hang on the order.
+    """
+    model = DistributedDataParallel(parts.model)
+    if warm:
+        parts.loss_fn(model(batch.x.to(s.device)), batch.y.to(s.device)).backward()
+    return model
+
+
+def validate(recorder: Recorder, parts: Parts, samples: datasets.Samples, step: int) -> None:
+    """Write down loss and accuracy on samples that no step has seen, and the seconds that this took."""
+    begun = time.perf_counter()
+    row = {"step": step, **evaluate(parts.model, samples, parts.loss_fn)}
+    seconds = round(recorder.result["validation_seconds"] + time.perf_counter() - begun, 3)
+    rows = [*recorder.result["validation"], row]
+    recorder.write(validation=rows, validation_seconds=seconds, metrics=named("validation", row))
 
 
 def steps_per_epoch(batches: int, accumulation_steps: int) -> int:
@@ -230,6 +266,16 @@ def progress(steps: Iterable[list[datasets.Batch]], total: int, start: int = 0) 
 def named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
     """Return loss and accuracy under names that tell where they were measured."""
     return {f"{prefix}_{name}": metrics[name] for name in ("loss", "accuracy")}
+
+
+def take_step(
+    model: nn.Module, parts: Parts, window: Sequence[datasets.Batch], s: Session, max_grad_norm: float | None
+) -> float:
+    """Take one optimizer step: the plain one where nothing else is asked for."""
+    if parts.dtype is None and len(window) == s.world_size == 1:
+        x, y, _ = window[0]
+        return train_step(model, x.to(s.device), y.to(s.device), parts.loss_fn, parts.optimizer, max_grad_norm)
+    return window_step(model, window, parts.loss_fn, parts.optimizer, parts.scaler, s, parts.dtype, max_grad_norm)
 
 
 def train_step(
