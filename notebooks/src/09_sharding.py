@@ -152,6 +152,8 @@ layers = [layer.weight.numel() + layer.bias.numel() for layer in net[1::2]]
 P = sum(layers)
 one = held(net, optimizer)
 assert sum(one.values()) == 16 * P
+
+# %%
 print(f"{P:,} weights:", one)
 print("fits:", sum(one.values()) <= device)
 lesson.reveal("Bytes for weights, gradients and Adam's moments, in one process", sum(one.values()))
@@ -160,9 +162,8 @@ lesson.reveal("Bytes for weights, gradients and Adam's moments, in one process",
 # 16 bytes a weight, and half of them are Adam's. It does not fit. `DistributedDataParallel` is of no help: it puts all
 # of this on *every* rank.
 #
-# Left out of the sum are the **activations**. They grow with the batch and not with the number of weights, and
-# sharding does not touch them: for those there are smaller micro-batches with accumulation (06) and
-# `torch.utils.checkpoint`.
+# Left out of the sum are the **activations**. They grow with the batch, and sharding does not touch them: for those
+# there are smaller micro-batches with accumulation (06) and `torch.utils.checkpoint`.
 #
 # ## 2 · Gather and scatter, by hand
 #
@@ -172,6 +173,8 @@ lesson.reveal("Bytes for weights, gradients and Adam's moments, in one process",
 # - `all_gather_single`: from the parts of all ranks, the whole, on every rank. Before the forward pass.
 # - `reduce_scatter_single`: adds up over the ranks, as `all_reduce` does, and leaves each rank *its part* of the sum.
 #   After the backward pass.
+#
+# Older texts call them `all_gather_into_tensor` and `reduce_scatter_tensor`.
 #
 # As many weights as ranks, all of them 1, one on each rank. Rank $r$ has the sample
 # $x_r = (r+1)\,(1, 2, \dots)$ and the loss $(w\cdot x_r)^2$.
@@ -350,6 +353,8 @@ losses = torch.tensor([alone, *(ranks[0][1] for ranks in ways.values())])
 apart = (losses - losses[0]).abs().max().item()
 assert apart < 0.01 and alone[-1] < 1
 differs = "yes" if apart >= 0.01 else "no"
+
+# %%
 print("DDP, ZeRO, FSDP2 and the one process differ by less than 0.01 in every loss:", apart < 0.01)
 lesson.reveal(
     "The loss after eighteen steps: does it differ between the ways by more than rounding, yes or no", differs
@@ -404,6 +409,8 @@ def root_alone(rank, world_size):
 seen = {"root alone": on_ranks(root_alone)[0], "each layer": on_ranks(by_layer)[0]}
 peaks = {how: max(moments) / (4 * P) for how, moments in seen.items()}
 assert max(seen["each layer"]) == 4 * max(layers) and peaks["root alone"] == 1
+
+# %%
 print("whole at the peak:", {how: round(peak, 3) for how, peak in peaks.items()})
 lesson.reveal(
     "fully_shard(net) on the root alone: which share of the weights is whole at the peak, 0 to 1", peaks["root alone"]
@@ -477,7 +484,7 @@ figure, axes = plots.new_figure(alt, width=8, height=3)
 ax = axes[0, 0]
 ax.stackplot(range(18), shards**2, labels=[f"shard of rank {rank}" for rank in range(world_size)], alpha=0.6)
 ax.plot(alone_norm**2, color="black", linewidth=1.5, label="one process, whole")
-ax.set(xlabel="step", ylabel="squared gradient norm")
+ax.set(xlabel="step", ylabel="squared gradient norm", xticks=range(0, 18, 3))
 ax.legend(frameon=False)
 plots.show(figure)
 
@@ -540,7 +547,7 @@ lesson.reveal("The optimizer is made before fully_shard: which error, its name o
 
 # %% [markdown]
 # `fully_shard` put new parameters into the net. The optimizer still holds the old ones, which never get a gradient, and
-# steps over them in silence. The check in plain torch: do the two hold the same objects?
+# steps over them in silence. The check in plain torch: which parameters do the two share? Here an empty set, `set()`.
 #
 # ```python
 # print({id(p) for p in model.parameters()} & {id(p) for g in optimizer.param_groups for p in g["params"]})
@@ -601,6 +608,7 @@ def load(net, optimizer, folder):
 
 # %% [markdown]
 # What must be the same before and after: the sum over all weights, over both moments, and over Adam's step counters.
+# `full` gathers a sharded tensor, so that every rank adds up the same numbers.
 
 
 # %% tags=["same-as:fsdp_worker.totals"]
@@ -643,6 +651,8 @@ print("written by the first leg:", *sorted(os.listdir(f"{folder.name}/0")))
 for place, ranks in enumerate(relay[1:], start=1):
     left, found = legs[place - 1][2], legs[place][0]
     print(f"{relay[place - 1]} → {ranks} ranks, equal sums:", {kind: left[kind] == found[kind] for kind in left})
+
+# %%
 sums_equal = all(legs[place - 1][2] == legs[place][0] for place in (1, 2))
 assert sums_equal
 lesson.reveal("The sums after loading on another number of ranks: equal to the last bit, yes or no", "yes")
@@ -656,7 +666,9 @@ alt = "the losses of three legs on different numbers of ranks lie on the curve o
 series = {"one process": (range(18), alone)}
 for place, (ranks, (_, losses, _)) in enumerate(zip(relay, legs, strict=True)):
     series[f"leg {place + 1}: {ranks} rank" + "s" * (ranks > 1)] = (range(6 * place, 6 * place + 6), losses)
-plots.show(plots.curves(series, alt=alt, x="step", y="loss"))
+figure = plots.curves(series, alt=alt, x="step", y="loss")
+figure.axes[0].set_xticks(range(0, 18, 6))  # where a leg begins
+plots.show(figure)
 
 # %%
 gap = max(abs(a - b) for a, b in zip(alone, [loss for _, losses, _ in legs for loss in losses], strict=True))
@@ -738,8 +750,9 @@ print("bytes that a rank sends in a step:", sent)
 # GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 2 notebooks/fsdp_worker.py
 # ```
 #
-# prints what section 3 measured. torchrun's own store listens on *all* interfaces of the machine (08). For several
-# machines, SLURM, and ranks that hang there: [Going further](../GOING_FURTHER.md).
+# prints what section 3 measured. (On macOS the loopback is called `lo0`.) torchrun's own store listens on *all*
+# interfaces of the machine (08). For several machines, SLURM, and ranks that hang there:
+# [Going further](../GOING_FURTHER.md).
 
 # %% [markdown]
 # ## Exercises

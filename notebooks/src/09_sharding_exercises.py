@@ -39,6 +39,10 @@ def zero_bytes_one_moment(layers, world_size):
     return 8 * sum(layers) + 4 * sum(layers) / world_size
 
 
+def zero_bytes_no_moments(layers, world_size):
+    return 8 * sum(layers)
+
+
 def zero_bytes_not_shared(layers, world_size):
     return 16 * sum(layers)
 
@@ -107,6 +111,7 @@ EXERCISES = (
             Mistake(
                 zero_bytes_one_moment, "the shared part is too small by a factor. How many moments does Adam keep?"
             ),
+            Mistake(zero_bytes_no_moments, "nobody holds the moments here. What of them lies on one rank?"),
             Mistake(zero_bytes_not_shared, "the number of ranks plays no part. What do the ranks deal out?"),
         ),
     ),

@@ -145,26 +145,6 @@ print("none and one:", torch.equal(none, one), "  one and two:", torch.equal(one
 # Repeatable, until somebody changes `num_workers` to make it faster. An augmentation that draws from
 # f(seed, epoch, index of the sample) does not care who computes it.
 #
-# ### Hashes
-#
-# Python hashes text with a secret that is new in each process, unless `PYTHONHASHSEED` fixes it. The order of a set
-# hangs on it; so do the classes, if they are numbered by `enumerate(set(labels))`.
-
-
-# %%
-def order_of_a_set(hash_seed):
-    code = "print(list({'cat', 'dog', 'fox', 'hen', 'owl', 'pig'}))"
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).stdout
-
-
-# %%
-print("one hash seed, twice:", order_of_a_set("1") == order_of_a_set("1"))
-print("two hash seeds:", order_of_a_set("1") == order_of_a_set("2"))
-
-# %% [markdown]
-# `torch.manual_seed` does not reach it, and nothing inside the process can: sort the set.
-#
 # ### The order of addition
 
 # %%
@@ -184,10 +164,10 @@ lesson.reveal("(1e8 + 1) - 1e8 in float32", ((large + one) - large).item())
 # | threads | a sum may be split into as many parts | fix and record their number |
 # | another CPU, GPU or build | other vector widths, other kernels | record it; compare within a tolerance |
 # | `cudnn.benchmark` | the fastest of several kernels *today* | switch it off |
-# | atomic additions on a GPU | whichever thread comes first | deterministic kernels (section 2) |
+# | atomic additions on a GPU | they add in the order in which threads arrive | deterministic kernels (below) |
 # | ranks | each sums its own part | the same number of ranks |
 #
-# ## 2 · Determinism flags
+# ### Ask for determinism
 #
 # `torch.use_deterministic_algorithms(True)` does two things. Where there is a deterministic kernel, torch takes it.
 # Where there is none, it raises. That happens on a CPU too: `put_` with an index twice does not promise who wins.
@@ -198,32 +178,16 @@ try:
     torch.zeros(3).put_(torch.tensor([0, 0]), torch.tensor([1.0, 2.0]))
 except RuntimeError as error:
     print(type(error).__name__, "-", str(error).split(", but")[0])
-unfilled = torch.empty(3)
 torch.use_deterministic_algorithms(False)
 
 # %% [markdown]
 # Read it: the error names the *operation*, and the traceback the line. The message goes on with the ways out, of which
-# `warn_only=True` is one. Write the line otherwise, if you can: `index_add_` has a deterministic kernel.
+# `warn_only=True` is one. Write the line otherwise, if you can: `x[index] = values` has a deterministic kernel. The
+# flags that matter on a GPU stand under *Further*.
 #
-# And what stands in memory that nobody has filled?
-
-# %%
-print("torch.empty, under the flag: all NaN,", unfilled.isnan().all().item())
-
-# %% [markdown]
-# With the flag torch fills it, so that a forgotten initialisation is seen at once. It costs a pass over the memory.
+# ## 2 · What a checkpoint must hold
 #
-# | flag | what it does | price |
-# |---|---|---|
-# | `use_deterministic_algorithms(True)` | deterministic kernels, or an error | slower kernels on GPUs, filled memory |
-# | `CUBLAS_WORKSPACE_CONFIG=:4096:8` | fixed buffers; set before CUDA starts | 24 MiB, or speed with `:16:8` |
-# | `torch.backends.cudnn.benchmark = False` | no race between kernels (the default) | the fastest kernel, perhaps |
-# | `torch.set_num_threads(n)` | one way to split a sum | nothing, if it is your number anyway |
-#
-# The three GPU rows change nothing on a CPU. All of them together promise the same bits on the *same* machine and
-# build, and no more.
-#
-# ## 3 · One step by pen
+# ### One step by pen
 #
 # A run is interrupted after its first step, and resumed. Somebody has saved the weight and forgotten the momentum. SGD
 # on $f(w)=(w-3)^2$ from $w=5$, rate 0.1, momentum 0.9: $v \leftarrow 0.9\,v + f'(w)$, then $w \leftarrow w - 0.1\,v$.
@@ -279,7 +243,7 @@ lesson.reveal("How far off is w after the second step, if v was forgotten?", aut
 # %% [markdown]
 # No error, no warning, a plausible weight. A resumed run is proven by its *bits*, not by its curve.
 #
-# ## 4 · A checkpoint, written out
+# ### A checkpoint, written out
 #
 # The rest of a run hangs on more than its weights. Here is one with everything that has a state: dropout, momentum, a
 # schedule, a scaler, and an order of its own in each epoch.
@@ -331,7 +295,8 @@ def fingerprint(model):
 
 
 # %% [markdown]
-# The run without a pause, watched. On its way it leaves a checkpoint, in the middle of the second epoch.
+# The run without a pause, watched. After three fifths of its steps it leaves a checkpoint: of 40 that is step 24,
+# within the second epoch.
 
 # %%
 parts, pause, path = make(), 3 * steps // 5, runs / "by_hand.pt"
@@ -375,9 +340,6 @@ def resume(without=""):
 lesson.predict("One of the six is left out, each in turn: how many of the six give other weights?", None)
 
 # %%
-lesson.predict("Without the scaler: the same weights, yes or no", None)
-
-# %%
 names = ("", "model", "optimizer", "schedule", "random", "step", "scaler")
 resumed = {name: resume(without=name) for name in names}
 for name, (weights, _) in resumed.items():
@@ -388,16 +350,12 @@ assert resumed[""][0] == whole
 matters = [name for name in names[1:] if resumed[name][0] != whole]
 lesson.reveal("One of the six is left out, each in turn: how many of the six give other weights?", len(matters))
 
-# %%
-scaler_same = "no" if "scaler" in matters else "yes"
-lesson.reveal("Without the scaler: the same weights, yes or no", scaler_same)
-
 # %% [markdown]
 # <details><summary>Why does the scaler not matter, and why is it saved all the same?</summary>
 #
-# Its scale is a power of two. To multiply by one and to divide by it again is exact, so 65,536 and four times that give
-# the same gradient. It matters at the first overflow: the step that is left out then is another one. So equal weights
-# after a few steps do not test a scaler. Compare its state:
+# Its scale is a power of two. To multiply by one and to divide by it again is exact, so the scale of a new scaler and
+# the larger one in the file give the same gradient. It matters at the first overflow: the two overflow at different
+# steps, and leave those out. So equal weights after a few steps do not test a scaler. Compare its state:
 #
 # </details>
 
@@ -423,7 +381,7 @@ plots.show(figure)
 
 # %% [markdown]
 # The first norm after the pause is the same in both: the weights are the same, and so are data and dropout. The *step*
-# that follows is another one, as it was in section 3.
+# that follows is another one, as it was by pen.
 
 # %%
 norms = {name: resumed[name][1].to_numpy() for name in ("", "optimizer")}
@@ -443,10 +401,10 @@ print("the generator's state is as it was:", torch.equal(state, torch.get_rng_st
 # %% [markdown]
 # So the state goes back *after* `iter(loader)`.
 #
-# ## 5 · Kill it
+# ## 3 · Kill it
 #
 # `dx.train` keeps all this in its checkpoints, with the states of Python's and numpy's generators. First a run that is
-# left alone. `checkpoint_every=7` makes no step another one.
+# left alone. It saves after every seven steps, which changes none of them.
 
 # %%
 config = dx.RunConfig(seed=seed, model="mlp", max_steps=steps, checkpoint_every=7, device="cpu")
@@ -560,7 +518,7 @@ except dx.DxdyError as error:
     print(error)
 
 # %% [markdown]
-# ## 6 · One change at a time
+# ## 4 · One change at a time
 #
 # A baseline, and changes to it: each alone, each with three seeds. Three are meant to leave the result as it is. One is
 # a slip of the keyboard, a rate a thousand times too large. And one run is bound to fail: a weight decay of 1000.
@@ -577,7 +535,7 @@ changes = {
 }
 
 # %%
-lesson.predict("The status of the run with a rate a thousand times too large", None)
+lesson.predict("A rate a thousand times too large: does the run end as completed or as diverged", None)
 
 # %%
 lesson.predict("How many of accumulation, bf16, two ranks move the loss by more than another seed does?", None)
@@ -661,7 +619,7 @@ for name in ("accumulation", "bf16", "two-ranks"):
     print(f"{name:13} differs in {', '.join(apart.config.index):32} first at step {apart.divergence.step}")
 
 # %% [markdown]
-# ## 7 · A run that failed
+# ## 5 · A run that failed
 #
 # A folder of runs is a table. Failed ones stay in it: they are results. (Times are those of the machine that made it.)
 
@@ -670,7 +628,9 @@ table = dx.compare(ablation)
 table[["status", "reason", "step_time", "validation_accuracy"]].round(4)
 
 # %%
-lesson.reveal("The status of the run with a rate a thousand times too large", done["rate", seed].status)
+lesson.reveal(
+    "A rate a thousand times too large: does the run end as completed or as diverged", done["rate", seed].status
+)
 
 # %% [markdown]
 # It came to its end with about the accuracy of chance. A **status** says how a run ended, and nothing about what it is
@@ -705,34 +665,37 @@ assert growth.is_monotonic_increasing and growth.iloc[1] > 1000 * growth.iloc[0]
 print("the second loss is more than a thousand times the first, and it goes on so")
 
 # %% [markdown]
-# ## 8 · Is faster better?
+# ## 6 · Is faster better?
 #
-# Five figures, side by side, all from the table of runs. Failure rate: the share of runs that did not complete.
-# Consistency: how far the seeds are apart.
+# Five figures, side by side, all from the table of runs. Failure rate: the share of runs that did not complete. Spread:
+# the standard deviation over the seeds. *none*: there was nothing to measure.
 
 # %%
 rows = table.assign(change=[name.rpartition(".")[0] for name in table.index], failed=table.status != "completed")
 by = rows.groupby("change")
 figures = {
     "step time, ms": 1000 * by.step_time.min(),
-    "1000 samples / s": by.samples_per_second.max() / 1000,
+    "1000 samples a second": by.samples_per_second.max() / 1000,
     "validation, ms": 1000 * by.validation_time.min(),
     "failure rate": by.failed.mean(),
-    "sd of accuracy, seeds": by.validation_accuracy.std(),
+    "spread of accuracy, %": 100 * by.validation_accuracy.std(),
 }
 
 # %%
 alt = "five bar charts over the changes: step time, throughput, validation time, failure rate, spread over seeds"
-figure, axes = plots.new_figure(alt, width=11, height=2.6, columns=5)
+figure, axes = plots.new_figure(alt, width=12, height=2.6, columns=5)
 for ax, (name, values) in zip(axes.flat, figures.items(), strict=True):
     ax.barh(list(changes), values[list(changes)])
+    for place in torch.tensor(values[list(changes)].to_numpy()).isnan().nonzero():
+        ax.text(0, place.item(), " none", va="center")
     ax.set(xlabel=name, yticks=range(len(changes)), yticklabels=changes if ax is axes.flat[0] else [])
-    ax.invert_yaxis()
+    ax.set_ylim(len(changes) - 0.5, -0.5)  # the same rows in every panel, from the top
 plots.show(figure)
 
 # %% [markdown]
-# The best of three seeds is drawn for the times, because whatever else the machine did can only have added to them. The
-# picture is of the machine that made it. What holds beyond it:
+# The best of three seeds is drawn for the times, because whatever else the machine did can only have added to them.
+# *Baseline* and *rate* do the same arithmetic: where their times differ, you see the noise of this machine, and a
+# change must exceed it. What holds on other machines too:
 
 # %%
 times, failures = figures["step time, ms"], figures["failure rate"]
@@ -746,7 +709,7 @@ print("failure rates:", failures[list(changes)].to_dict())
 # - **Rate** does the same arithmetic as the baseline, so it takes the same time but for what else the machine did. It
 #   never fails, and its seeds lie close together: chance is steady. By these five figures alone nobody would throw it
 #   out; the accuracy has to stand beside them.
-# - **Decay** takes the fewest steps, and always fails. It has no validation and no spread: no bar is no zero.
+# - **Decay** always fails, before its sixth step. It has no validation and no spread, and *none* is not zero.
 # - **Spread** over three seeds is a rough number. A change that drives the seeds apart costs more runs before anything
 #   can be learnt from it.
 #
@@ -755,8 +718,50 @@ print("failure rates:", failures[list(changes)].to_dict())
 #
 # ## Further
 #
-# What a run keeps besides: the commit and what was not committed, versions, threads, flags, and digests of data and
-# weights. Two runs whose code differs are told apart by it:
+# ### Hashes
+#
+# Python hashes text with a secret that is new in each process, unless `PYTHONHASHSEED` fixes it. The order of a set
+# hangs on it; so do the classes, if they are numbered by `enumerate(set(labels))`.
+
+
+# %%
+def order_of_a_set(hash_seed):
+    code = "print(list({'cat', 'dog', 'fox', 'hen', 'owl', 'pig'}))"
+    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).stdout
+
+
+# %%
+print("one hash seed, twice:", order_of_a_set("1") == order_of_a_set("1"))
+print("two hash seeds:", order_of_a_set("1") == order_of_a_set("2"))
+
+# %% [markdown]
+# `torch.manual_seed` does not reach it, and nothing inside the process can: sort the set.
+#
+# ### Flags
+#
+# | flag | what it does | price |
+# |---|---|---|
+# | `torch.use_deterministic_algorithms(True)` | deterministic kernels, or an error | slower on GPUs, filled memory |
+# | `CUBLAS_WORKSPACE_CONFIG=:4096:8` | fixed buffers; set before CUDA starts | 24 MiB, or speed with `:16:8` |
+# | `torch.backends.cudnn.benchmark = False` | no race between kernels (the default) | the fastest kernel, perhaps |
+# | `torch.set_num_threads(n)` | one way to split a sum | nothing, if it is your number anyway |
+#
+# The two in the middle change nothing on a CPU. All of them together promise the same bits on the *same* machine and
+# build, and no more. *Filled memory*: under the first flag torch fills what nobody has filled, so that a forgotten
+# initialisation is seen at once. It costs a pass over the memory.
+
+# %%
+torch.use_deterministic_algorithms(True)
+unfilled = torch.empty(3)
+torch.use_deterministic_algorithms(False)
+print("torch.empty, under the flag: all NaN,", unfilled.isnan().all().item())
+
+# %% [markdown]
+# ### What a run keeps
+#
+# Besides its steps and its end: the commit and what was not committed, versions, threads, flags, and digests of data
+# and weights. Two runs whose code differs are told apart by it:
 
 # %%
 environment = (left_alone.folder / "environment.json").read_text()
@@ -766,6 +771,33 @@ for what in ("commit", "torch", "threads", "deterministic"):
 # %% [markdown]
 # In a terminal, `dxdy runs` lists what stands in `runs/`, `dxdy runs show` one of them, and `dxdy runs compare` two.
 # `dxdy sweep` runs a grid, several runs at once, goes on where it was killed, and counts the runs that failed.
+
+# %% [markdown]
+# ## All causes that lead here
+#
+# A report's `lesson` leads to this list. Each line says what happens, and what shows it.
+#
+# <a id="reproduce"></a>Causes explained here, **reproduce**:
+#
+# - `unseeded-run`: Two runs of one script begin with other weights, or read samples in another order. Section 1.
+# - `seed-set-every-epoch`: The seed is set at the top of each epoch, and every epoch has the order and the masks of the
+#   first.
+# - `resume-no-optimizer-state`: Momentum, or Adam's moments, begin at zero again. Sections 3 and 4.
+# - `resume-no-scheduler`: The schedule begins anew: a warm-up in the middle of a run. Section 4.
+# - `resume-replays-order`: The generators, or the loader's place, were not kept: samples of the epoch are read twice,
+#   others not at all. Section 4.
+# - `resume-param-order-swapped`: The optimizer got the parameters in another order than before, and each moment belongs
+#   to another weight. Where the shapes fit, torch says nothing.
+# - `strict-false-loads-nothing`: No name fits, as after a wrapper's `module.`, and `strict=False` is content with that.
+# - `checkpoint-omits-frozen`: Only what is trained was saved; what was frozen comes back at random.
+# - `best-state-aliased`: `best = model.state_dict()` holds the very tensors that training goes on changing.
+# - `checkpoint-damaged`: A byte is another one than was written. Section 5: torch loads it without a word.
+# - `loss-steps-up`: The loss jumps to another level and stays. A resume without a state looks like this.
+# - `resumed-earlier`: The table of losses goes back some steps: what lies between was run twice.
+#
+# <a id="loss"></a>Causes explained here, **loss**:
+#
+# - `loss-not-finite`: A table of losses ends in NaN. It does not say why: the record does. Section 7.
 
 # %% [markdown]
 # ## Exercises
@@ -831,8 +863,8 @@ lesson.check("rest_of_epoch", rest_of_epoch)
 # %% [markdown]
 # ### Exercise · own
 #
-# A list with the ids of every batch to come, a tensor for each of the steps from `step` to `total`. The last batch of
-# an epoch may be smaller. Needs `import math`, or a way round it.
+# A list with the ids of every batch to come, a tensor for each of the steps from `step` to `total` (without `total`).
+# The last batch of an epoch may be smaller.
 
 
 # %%
@@ -858,6 +890,8 @@ lesson.check("rest_of_run", rest_of_run)
 # <details><summary>Solution: rest_of_run</summary>
 #
 # ```python
+# import math
+#
 # def rest_of_run(seed, step, total, n, batch_size):
 #     rest = []
 #     for now in range(step, total):

@@ -35,6 +35,14 @@ def rest_of_epoch_sum(seed, epoch, n, consumed):
     return order(seed + epoch, n)[consumed:]
 
 
+def rest_of_epoch_epoch_alone(seed, epoch, n, consumed):
+    return order(epoch, n)[consumed:]
+
+
+def rest_of_epoch_key_swapped(seed, epoch, n, consumed):
+    return order(1000 * epoch + seed, n)[consumed:]
+
+
 def rest_of_epoch_already_read(seed, epoch, n, consumed):
     return order(1000 * seed + epoch, n)[:consumed]
 
@@ -102,6 +110,11 @@ EXERCISES = (
             Mistake(
                 rest_of_epoch_sum,
                 "seed 0 in its second epoch reads what seed 1 reads in its first. How are the two numbers kept apart?",
+            ),
+            Mistake(rest_of_epoch_epoch_alone, "every seed has the same orders here. What tells two runs apart?"),
+            Mistake(
+                rest_of_epoch_key_swapped,
+                "no order is shared, but the run before the pause had others. Which key did section 1 give them?",
             ),
             Mistake(rest_of_epoch_already_read, "these have been read. Which part of the order comes after them?"),
             Mistake(rest_of_epoch_all, "the whole epoch once more. How many of its samples were read already?"),

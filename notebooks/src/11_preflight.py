@@ -6,7 +6,7 @@
 # **You will**
 # - put a training set-up into one function, from which every process can build it anew
 # - walk six points in their order on the digits model, each by hand in a few lines of torch
-# - predict at which point each of six broken set-ups stops, and mend it
+# - predict what each of six broken set-ups shows and hides, see at which point it stops, and mend it
 # - read what holds memory during a step, and choose among five ways to need less
 # - run all six points on your own model, and send the page to a colleague
 #
@@ -63,7 +63,14 @@ from dxdy_nb.lesson.exercise import Lesson
 from dxdy_nb.runs.lessons import NOTEBOOKS
 from dxdy_nb.training import datasets, memory, models
 
+# %%
 dx.RunConfig(seed=seed)  # refuses what makes no sense, before anything runs
+sys.path += [os.getcwd(), str(NOTEBOOKS)]
+module, _, function = target.partition(":")
+try:
+    yours = getattr(importlib.import_module(module), function) if target else None
+except (ImportError, AttributeError, ValueError) as error:
+    raise dx.DxdyError(f"target: expected a function, like my_setup:make, got {target!r} ({error})") from None
 torch.set_num_threads(1)
 lesson = Lesson("11_preflight")
 
@@ -101,8 +108,8 @@ def make():
 # | 5 | several ranks | Is each sample read once, and do all make the same updates? |
 # | 6 | checkpoint and validation | Does it go on as if nothing had happened, and is its score a number? |
 #
-# Below, each point is first done by hand on the digits. Then a set-up is broken in one place, and you say where
-# `dx.preflight` stops.
+# Below, each point is first done by hand on the digits. Then a set-up is broken in one place: say what one sees of it
+# before `dx.preflight` stops there.
 
 
 # %%
@@ -138,13 +145,12 @@ def float_labels():
 
 
 # %%
-lesson.predict("At which point does float_labels stop", None)
+lesson.predict("float_labels: the name of the error that torch raises, or none", None)
 
 # %%
 page = dx.preflight(float_labels)
 stops.append(stops_at(page))
 print("fix:", page.failed.fix)
-lesson.reveal("At which point does float_labels stop", stops[-1])
 
 # %% [markdown]
 # The words behind it are torch's own:
@@ -152,8 +158,11 @@ lesson.reveal("At which point does float_labels stop", stops[-1])
 # %%
 try:
     loss_fn(out, y.float())
+    raised = "none"
 except RuntimeError as error:
-    print(type(error).__name__, "-", str(error).splitlines()[0])
+    raised = type(error).__name__
+    print(raised, "-", str(error).splitlines()[0])
+lesson.reveal("float_labels: the name of the error that torch raises, or none", raised)
 
 # %% [markdown]
 # Read it from the end: the loss *got Float*, and a class index is *expected* to be *Long* (or a byte). The message
@@ -221,13 +230,16 @@ def hooked():
 
 
 # %%
-lesson.predict("At which point does hooked stop", None)
+lesson.predict("hooked: the verdict of dx.check_gradients, right or wrong", None)
 
 # %%
 page = dx.preflight(hooked)
 stops.append(stops_at(page))
 print("fix:", page.failed.fix)
-lesson.reveal("At which point does hooked stop", stops[-1])
+
+# %%
+checked = dx.check_gradients(model=hooked()["model"], loss_fn=loss_fn, batch=(x, y))
+lesson.reveal("hooked: the verdict of dx.check_gradients, right or wrong", checked.verdict)
 
 # %% [markdown]
 # The loss of this set-up falls, and no shape is wrong. Finite differences work on copies, which leave hooks behind, so
@@ -271,13 +283,19 @@ def too_fast():
 
 
 # %%
-lesson.predict("At which point does too_fast stop", None)
+def first_loss(given):
+    x, y = next(iter(given["loader"]))
+    return given["loss_fn"](given["model"](x), y).item()
+
+
+# %%
+lesson.predict("The first loss of too_fast, over the first loss of make", None)
 
 # %%
 page = dx.preflight(too_fast)
 stops.append(stops_at(page))
 print("the rate is named:", any(finding.cause == "lr-too-large" for finding in page.failed.findings))
-lesson.reveal("At which point does too_fast stop", stops[-1])
+lesson.reveal("The first loss of too_fast, over the first loss of make", first_loss(too_fast()) / first_loss(make()))
 
 # %% [markdown]
 # Its inputs are right, and so are its gradients: nothing in the first step is wrong but its length. The rate is accused
@@ -305,13 +323,14 @@ def forgets_to_accumulate():
 
 
 # %%
-lesson.predict("At which point does forgets_to_accumulate stop", None)
+lesson.predict("forgets_to_accumulate: does it train well enough to pass point 3, yes or no", None)
 
 # %%
 page = dx.preflight(forgets_to_accumulate)
 stops.append(stops_at(page))
 print(page.failed.evidence.split(":")[0])
-lesson.reveal("At which point does forgets_to_accumulate stop", stops[-1])
+trains = "yes" if page.points[2].state == "passed" else "no"
+lesson.reveal("forgets_to_accumulate: does it train well enough to pass point 3, yes or no", trains)
 
 # %% [markdown]
 # It trains, and well. But it is another experiment than the one in the plan: a rate chosen for 256 samples works on 64.
@@ -347,13 +366,13 @@ def always_rank_zero():
 
 
 # %%
-lesson.predict("At which point does always_rank_zero stop", None)
+lesson.predict("Of the 1,199 samples, how many do two ranks of always_rank_zero read", None)
 
 # %%
 page = dx.preflight(always_rank_zero)
 stops.append(stops_at(page))
 print("fix:", page.failed.fix)
-lesson.reveal("At which point does always_rank_zero stop", stops[-1])
+lesson.reveal("Of the 1,199 samples, how many do two ranks of always_rank_zero read", len(set(shares[0])))
 
 # %% [markdown]
 # On one device this sampler is right, so four points pass. On two ranks half of the data is never seen, and no
@@ -431,13 +450,14 @@ def forgets_its_counter():
 
 
 # %%
-lesson.predict("At which point does forgets_its_counter stop", None)
+lesson.predict("forgets_its_counter: all tensors are loaded as saved. Does it go on the same, yes or no", None)
 
 # %%
 page = dx.preflight(forgets_its_counter)
 stops.append(stops_at(page))
 print("fix:", page.failed.fix)
-lesson.reveal("At which point does forgets_its_counter stop", stops[-1])
+goes_on = "no" if page.failed else "yes"
+lesson.reveal("forgets_its_counter: all tensors are loaded as saved. Does it go on the same, yes or no", goes_on)
 
 # %% [markdown]
 # Every tensor was loaded as it was saved. What the step *also* uses was in no `state_dict`. Mend it with a buffer:
@@ -455,10 +475,7 @@ print("six set-ups, six gates:", *stops)
 # command line: `dxdy preflight package.module:make --out page.html`.
 
 # %%
-sys.path += [os.getcwd(), str(NOTEBOOKS)]
-module, _, function = target.partition(":")
-mine = getattr(importlib.import_module(module), function) if target else make
-page = dx.preflight(mine)
+page = dx.preflight(yours or make)
 
 # %%
 for point in page.points:
@@ -516,8 +533,9 @@ assert seen.most["activations"] - 4 * 8 * 512 * 128 == 4 * (512 * 10 + 1)  # and
 plots.show(plots.memory(seen))
 
 # %% [markdown]
-# Left to right is one step. Activations pile up in the forward pass and go in the backward pass, while gradients come.
-# The peak is near the turn. The parts never stand at their own maximum all at once, so the peak is less than their sum.
+# Left to right is one step; the dotted line is its peak, near the turn. Activations pile up in the forward pass and go
+# in the backward pass, while gradients come. The parts never stand at their own maximum all at once, so the peak is
+# less than the sum of those.
 #
 # <details><summary>Where is the rest?</summary>
 #
@@ -526,9 +544,10 @@ plots.show(plots.memory(seen))
 #
 # </details>
 #
-# ### Out of memory: in this order
+# ### Out of memory: five ways
 #
-# From the cheapest to the most invasive. Each is tried here on one step.
+# The first three change the step, the fourth what stands around it, the fifth the number of devices. The share is that
+# of the usual step's peak.
 
 # %%
 table = memory.savings(step, deep, [adam], big)
@@ -540,14 +559,13 @@ for saving in table:
 # 2. **Lower precision**: activations in bf16 (lesson 06). Watch the loss.
 # 3. **Checkpoint activations**: keep the ends of a few stretches, and compute the rest again in the backward pass. One
 #    more forward.
-# 4. **Free**: evaluation without a graph, a loss that is logged as a number. It costs nothing, and often it was the
-#    reason.
+# 4. **Free** what nobody needs: evaluate without a graph (measured here), log a loss as a number. It costs nothing, and
+#    often it was the reason. A run that dies in its validation, or ever later, asks for this one first.
 # 5. **Shard** weights, gradients and optimizer over ranks (lesson 09). Computed here, not run: it needs ranks.
 #
 # `dx.preflight(make, memory=True)` tries them on your model.
 
 # %%
-best = min(table, key=lambda saving: saving.after).advice
 assert all(saving.after < saving.before for saving in table)
 assert table[0].after < table[0].before * 0.75
 
@@ -617,6 +635,8 @@ lesson.check("padding", padding)
 # <details><summary>Solution: padding</summary>
 #
 # ```python
+# import math
+#
 # def padding(size, ranks):
 #     share = math.ceil(size / ranks)
 #     return share * ranks - size
@@ -655,6 +675,8 @@ lesson.check("gate", gate)
 # <details><summary>Solution: gate</summary>
 #
 # ```python
+# import math
+#
 # def gate(shares, size):
 #     reads = [sample for share in shares for sample in share]
 #     if len({len(share) for share in shares}) > 1:
@@ -769,7 +791,7 @@ lesson.check("six_points", six_points)
 #
 # <details><summary>c) Checkpoint the activations.</summary>
 #
-# Not so: it would fit as well, at the price of one more forward. Ask for the free thing first.
+# Not so: it would fit as well, but it computes the forward pass twice. Accumulation computes nothing twice.
 #
 # </details>
 

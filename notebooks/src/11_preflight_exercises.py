@@ -50,6 +50,11 @@ def without(**left_out):
     return lambda shares, size: gate(shares, size, **left_out)
 
 
+def missing_first(shares, size):
+    word = gate(shares, size, uneven=False)
+    return word if word == "missing" else gate(shares, size)
+
+
 def counts_only(shares, size):
     reads = sum(map(len, shares))
     return "uneven" if len({len(share) for share in shares}) > 1 else "missing" if reads < size else "none"
@@ -77,7 +82,7 @@ EXERCISES = (
     Exercise(
         "gate",
         judged,
-        asks="the first word of the list that holds",
+        asks="one of the four words, the first that holds",
         trials=(
             ([[0, 1], [2, 3]], 4),
             ([[0, 1], [2, 0]], 3),
@@ -85,12 +90,14 @@ EXERCISES = (
             ([[0, 1], [0, 1]], 4),
             ([[0, 1, 2], [3, 2, 1]], 4),
             ([[0, 1], [1, 1]], 3),
+            ([[0, 1, 2], [0]], 5),
         ),
         mistakes=(
             Mistake(without(uneven=False), "ranks with unequal shares came through. Who waits for whom at the end?"),
             Mistake(without(missing=False), "a sample that nobody reads came through. What do the reads leave out?"),
             Mistake(without(allow=False), "padding was called a fault. How many repeats do equal shares need?"),
             Mistake(without(twice=False), "more repeats than the padding came through."),
+            Mistake(missing_first, "shares are unequal, and another word was returned. Which question comes first?"),
             Mistake(counts_only, "the numbers are right and the samples are not. What does a set of them say?"),
         ),
     ),
