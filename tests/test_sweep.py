@@ -144,13 +144,14 @@ def test_whatever_ends_a_run_is_recorded_and_the_others_go_on(
 ) -> None:
     bad = f"if work['config']['lr'] == 0.1: {body}\n"
     monkeypatch.setattr(sweep, "_PROGRAM", BEGIN + bad + COMPLETES.removeprefix(BEGIN))
+    before = set(psutil.Process().children())  # warm ranks of other tests
     done = run_all(runs_of(["lr=0.1,0.2"]), new("s"), limits=limits)
     assert [one.result["status"] for one in done] == [status, "completed"]
     assert reason in done[0].result["reason"]
     assert done[0].result["parent"] == "s"
     run = dx.Run.load(done[0].folder)
     assert (run.status, run.config) == (status, done[0].planned.work)
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
     assert [one.result["status"] for one in run_all(runs_of(["lr=0.1,0.2"]), Path("s"))] == [status, "completed"]
     assert begun() == ["lr=0.1", "lr=0.2"]  # a failed run is done, too
 
