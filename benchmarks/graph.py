@@ -7,6 +7,8 @@
   `make_dot(loss, params=..., show_attrs=True, show_saved=True)`, which does too but draws nothing yet. The recursion
   limit is raised for torchviz only: at the default it stops at an RNN of 1,000 steps.
 - the same walk against the forward pass, on an RNN of 10,000 steps (60,010 nodes).
+- `graph` on a loss made under `dx.record` against `torchlens.trace(...)`, which saves no outputs here; both see each
+  operation of the forward pass, and torchlens keeps more of it. It patches torch, which is undone before others run.
 - the gradient on every edge (`gradients=True` minus `gradients=False`) against `loss.backward(retain_graph=True)`.
 
 One thread, process time (CPU seconds), interleaved, medians over the rounds.
@@ -15,15 +17,19 @@ One thread, process time (CPU seconds), interleaved, medians over the rounds.
 import argparse
 import functools
 import gc
+import importlib.util
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from report import summary
 from tqdm import tqdm
 
+import dxdy_nb as dx
 from dxdy_nb.autograd.graph import graph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -66,6 +72,44 @@ def peer() -> Callable[..., object] | None:
     return draw
 
 
+class Whole(torch.nn.Module):
+    """A model whose output is its loss, for what wants a module and its input."""
+
+    def __init__(self, model: torch.nn.Module, forward: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, forward
+
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
+        return self.loss()
+
+
+def lens(name: str) -> None:
+    """Print and sum up what a forward pass costs that torchlens traces, and one that dxdy records and walks."""
+    import torchlens
+    from torchlens.backends.torch.wrappers import unwrap_torch
+
+    model, forward = NETS[name]()
+    whole, rows = Whole(model, forward), []
+
+    def recorded() -> object:
+        with dx.record(model) as seen:
+            loss = forward()
+        return graph(loss, model, record=seen, gradients=False)
+
+    for turn in range(4):
+        ours, bare = seconds(recorded, 3), seconds(forward, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torchlens.trace(whole, torch.zeros(1), save=None)  # the first one patches torch
+            theirs = seconds(lambda: torchlens.trace(whole, torch.zeros(1), save=None), 1)
+        unwrap_torch()
+        if turn:
+            rows.append((bare, ours, theirs))
+    bare, ours, theirs = (1000 * statistics.median(column) for column in zip(*rows, strict=True))
+    print(f"{name:<9} forward {bare:.2f}, recorded and walked {ours:.2f}, torchlens {theirs:.2f}", flush=True)
+    summary(f"a forward pass with all operations kept, {name}", "ms", {"dxdy": ours, "torchlens": theirs})
+
+
 def seconds(call: Callable[[], object], repeats: int) -> float:
     """Return the CPU seconds of one call, garbage collected before."""
     gc.collect()
@@ -105,6 +149,8 @@ def measure(name: str, rounds: int, make_dot: Callable[..., object] | None) -> b
         + f" {forwards:>7.2f} {backwards:>8.2f}",
         flush=True,
     )
+    if "torchviz" in took:
+        summary(f"graph read, {name}", "ms", {"dxdy": 1000 * took["walk"], "torchviz": 1000 * took["torchviz"]})
     return (
         (faster is None or faster >= torchviz_bar(nodes))
         and (not huge or forwards <= WALK_BAR)
@@ -128,6 +174,9 @@ def main() -> int:
         f"{'faster':>9} {'walk/fwd':>7} {'norms/bwd':>8}"
     )
     held = [measure(name, args.rounds, make_dot) for name in tqdm(args.nets, desc="nets", disable=None)]
+    if importlib.util.find_spec("torchlens"):
+        for name in set(args.nets) & {"resnet18", "gpt12"}:
+            lens(name)
     print(
         f"allowed: torchviz / walk at least 8 from 700 nodes on and 4 below, walk at most {WALK_BAR} forward passes at "
         f"60,000 nodes, norms at most {NORMS_BAR} backward passes: {'held' if all(held) else 'MISSED'}"

@@ -4,19 +4,25 @@
 
 The bare loop has the same loader, `loss.item()`, `clip_grad_norm_` and schedule, so it knows its loss and its gradient
 norm at each step. The recorded loop takes the norm from its own statistics: it calls `clip_grad_norm_` only where the
-configuration asks for clipping. Both ways are measured. One thread, process time (CPU seconds of this process, the
-kernel's work for it included), interleaved, medians of the ratios.
+configuration asks for clipping. Both ways are measured. Where they are installed: the bare loop by accelerate, and by
+Lightning, whose clock runs from `on_train_start` to `on_train_end`; `and logged` writes the loss and `grad_norm` of
+every step to its CSV file, the nearest it has to a recorded run. One thread, process time (CPU seconds of this process,
+the kernel's work for it included), interleaved, medians of the ratios.
 """
 
 import argparse
+import importlib.util
+import logging
 import math
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import torch
+from report import summary
 from tqdm import tqdm
 
 import dxdy_nb as dx
@@ -65,6 +71,71 @@ def recorded(seed: int, out: Path | None, max_grad_norm: float | None = None) ->
     return time.process_time() - started
 
 
+def accelerated(seed: int) -> float:
+    """Return the CPU seconds of the bare loop by accelerate."""
+    from accelerate import Accelerator
+
+    model, optimizer, scheduler, batches = prepare(seed)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    started = time.process_time()
+    for x, y, _ in batches:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        loss.item()
+        accelerator.clip_grad_norm_(model.parameters(), math.inf)
+        optimizer.step()
+        scheduler.step()
+    return time.process_time() - started
+
+
+def lightning(seed: int, folder: Path | None) -> float:
+    """Return the CPU seconds of the same loop by Lightning; with a folder its log has all norms of every step."""
+    import lightning as peer
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.utilities import grad_norm
+
+    model, optimizer, scheduler, batches = prepare(seed)
+    times = []
+
+    class Module(peer.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch: tuple, _: int) -> torch.Tensor:
+            loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+            self.log("loss", loss, batch_size=len(batch[1]))
+            return loss
+
+        def on_before_optimizer_step(self, _: torch.optim.Optimizer) -> None:
+            if folder is not None:
+                self.log_dict(grad_norm(self.net, 2))
+            else:
+                torch.nn.utils.clip_grad_norm_(self.net.parameters(), math.inf)
+
+        def configure_optimizers(self) -> dict:
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+        def on_train_start(self) -> None:
+            times.append(time.process_time())
+
+        def on_train_end(self) -> None:
+            times.append(time.process_time())
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it would like more workers, a length, another clip
+        trainer = peer.Trainer(
+            accelerator="cpu", max_steps=STEPS, logger=CSVLogger(folder) if folder else False, log_every_n_steps=1,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(Module(), batches)
+    assert trainer.global_step == STEPS
+    return times[1] - times[0]
+
+
 def main() -> int:
     """Measure, print, and return 1 where the bar is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -81,7 +152,13 @@ def main() -> int:
                 "recorded": lambda seed=seed: recorded(seed, Path(folder) / str(seed)),
                 "and clipped": lambda seed=seed: recorded(seed, Path(folder) / f"{seed}c", math.inf),
             }
-            order = list(ways)[seed % 4 :] + list(ways)[: seed % 4]
+            if importlib.util.find_spec("accelerate"):
+                ways["accelerate"] = lambda seed=seed: accelerated(seed)
+            if importlib.util.find_spec("lightning"):
+                ways["Lightning"] = lambda seed=seed: lightning(seed, None)
+                ways["Lightning, and logged"] = lambda seed=seed: lightning(seed, Path(folder) / f"{seed}l")
+            turn = seed % len(ways)
+            order = list(ways)[turn:] + list(ways)[:turn]
             rows.append({name: ways[name]() for name in order})
 
     def ratio(name: str) -> float:
@@ -94,6 +171,10 @@ def main() -> int:
     print(f"bare again   differs by {100 * spread:.1f} % (median): the noise of this machine")
     print(f"recorded     {ratio('recorded'):.3f} x, allowed {BAR}")
     print(f"and clipped  {ratio('and clipped'):.3f} x")
+    peers = {name: ratio(name) for name in rows[0] if name in ("accelerate", "Lightning", "Lightning, and logged")}
+    for name, found in peers.items():
+        print(f"{name:22s} {found:.3f} x")
+    summary("a step of training, on a bare loop's", "x", {"dxdy, recorded": ratio("recorded"), **peers})
     return 0 if ratio("recorded") <= BAR else 1
 
 

@@ -1,13 +1,15 @@
-"""What a call on two ranks costs: in warm processes, in fresh ones of the pool, and with `torch.multiprocessing.spawn`.
+"""What a call on two ranks costs: in warm processes, in fresh ones of the pool, and by torch's and accelerate's ways.
 
     python benchmarks/ranks.py [--rounds 9]
 
-Each way joins two ranks, reduces one tensor and ends the group. Interleaved; medians of the ratios of one round to its
-own cold spawn. CPU seconds are those of this process and of the ranks together; a wall clock also counts what else the
-machine does. A call in the warm pool may cost a tenth of a cold spawn.
+Torch's is `torch.multiprocessing.spawn`; accelerate's `debug_launcher` forks, which needs no imports but is not safe
+once CUDA or threads are in use. Each way joins two ranks and reduces one tensor. Interleaved; medians of the ratios of
+one round to its own cold spawn. CPU seconds are those of this process and of the ranks together; a wall clock also
+counts what else the machine does. A call in the warm pool may cost a tenth of a cold spawn.
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from report import summary
 from tqdm import tqdm
 
 import dxdy_nb as dx
@@ -50,6 +53,21 @@ def spawn() -> None:
         torch.multiprocessing.spawn(spawned, (str(Path(folder) / "store"),), nprocs=2)
 
 
+def joined() -> None:
+    """Do the same in a process that accelerate has forked."""
+    from accelerate import Accelerator
+
+    Accelerator(cpu=True)
+    reduce()  # the group's end would remove the launcher's file, which it then misses
+
+
+def fork() -> None:
+    """Fork two processes, and wait for their end."""
+    from accelerate import debug_launcher
+
+    debug_launcher(joined, num_processes=2)
+
+
 def warm() -> list[int]:
     """Use the processes that are there."""
     return dx.launch(reduce)
@@ -79,13 +97,18 @@ def main() -> int:
     for _ in tqdm(range(rounds), desc="rounds", disable=None):
         row = {"spawn": cost(spawn, [])}
         pool.close()
+        if importlib.util.find_spec("accelerate"):
+            row["fork"] = cost(fork, [])
         row["cold"] = cost(warm, [])
         row["warm"] = cost(warm, warm())
         rows.append(row)
     ratios = {}
     for place, name in enumerate(("wall", "CPU")):
         print(f"{name}: spawn {statistics.median(row['spawn'][place] for row in rows):.2f} s, {rounds} rounds")
-        for way in ("cold", "warm"):
+        ways = {"cold": "dxdy, cold", "warm": "dxdy, warm", "fork": "accelerate debug_launcher", "spawn": "torch spawn"}
+        seen = {say: statistics.median(row[way][place] for row in rows) for way, say in ways.items() if way in rows[0]}
+        summary(f"two ranks called, {name} time", "s", seen)
+        for way in [way for way in ways if way in rows[0] and way != "spawn"]:
             ratios[name, way] = statistics.median(row[way][place] / row["spawn"][place] for row in rows)
             absolute = statistics.median(row[way][place] for row in rows)
             print(f"  {way}   {absolute:.2f} s, {ratios[name, way]:.3f} x spawn")

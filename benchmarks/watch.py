@@ -14,13 +14,15 @@ Two ways of measuring, both in process time (CPU seconds, all threads of this pr
 - what hooks into the loop (`dx.watch`, `wandb.watch`): ten steps with it against ten bare ones, alternately. `bare
   again` shows the noise; where a bar lies within two standard errors it is unclear, and more rounds are needed.
 
-Medians. Lightning's `grad_norm` and the gradient part of Composer's `OptimizerMonitor` are written again from what they
-compute: an L2 norm for each parameter and one over all of them, read as numbers.
+Medians. The gradient part of Composer's `OptimizerMonitor` is written again from what it computes, and so is
+Lightning's `grad_norm`, which reads a module and no list: an L2 norm for each parameter and one over all of them, read
+as numbers.
 """
 
 import argparse
 import contextlib
 import gc
+import importlib.util
 import math
 import os
 import statistics
@@ -35,6 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from report import summary
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -171,6 +174,18 @@ def wandb_watch(training: Training, folder: str) -> Iterator[None]:
             run.unwatch(training.model)
 
 
+@contextlib.contextmanager
+def torch_audit(training: Training) -> Iterator[None]:
+    """Audit as torch-audit does, at every step."""
+    from torch_audit import autopatch
+
+    auditor = autopatch(training.model, optimizer=training.optimizer, every_n_steps=1)
+    try:
+        yield
+    finally:
+        auditor.unpatch()
+
+
 def seconds(call: Call, gradients: list[Tensor]) -> float:
     """Return the CPU seconds of one call; whose garbage it is that makes the collector start is chance."""
     gc.disable()
@@ -257,6 +272,8 @@ def steps(name: str, rounds: int, folder: str) -> tuple[float, dict[str, Added]]
         import wandb  # noqa: F401
 
         ways["wandb.watch, offline"] = lambda: wandb_watch(training, folder)
+    if importlib.util.find_spec("torch_audit"):
+        ways["torch-audit"] = lambda: torch_audit(training)
     times: dict[str, list[float]] = {way: [] for way in ways}
     for turn in tqdm(range(-1, math.ceil(rounds / 5)), desc=f"{name}, steps", disable=None, leave=False):
         for place in range(len(ways)):
@@ -310,6 +327,14 @@ def measure(name: str, rounds: int) -> bool:
             f"   step by step, ± {more.error / bare:.2%}"
         )
     print(f"  The statistics in a row, with nothing between: {in_a_row(name, rounds):.2f} passes of torch.sum")
+    read = {"dxdy, six statistics": ours} | {
+        way: called[way]
+        for way in ("naive, six .item()", "Lightning grad_norm", "Composer", "TensorBoard histograms")
+        if way in called
+    }
+    summary(f"gradients read, {name}", "ms", {way: 1000 * took for way, took in read.items()})
+    hooked = {way: 1000 * more.seconds for way, more in added.items() if way != "bare again"}
+    summary(f"added to a step of {1000 * bare:.1f} ms, {name}", "ms", hooked)
     met = [held("statistics, in passes of torch.sum", ours / floor, SUMS[name])]
     if name in SHARES:
         more, share = added["dx.watch"], 100 / bare
