@@ -6,6 +6,7 @@
 #   make notebooks  rebuild the lessons from their sources (NAMES="02_hand_check")
 #   make stress     kill training processes at random   (KILLS=20)
 #   make site       the lessons and the reference as pages, in build/site
+#   make bench      what it costs and finds beside other tools, in benchmarks/REPORT.md (ARGS=--quick)
 #   make nbval      compare every lesson with its stored outputs (NB=notebooks/02_hand_check.ipynb)
 
 PYTHON ?= python3
@@ -59,10 +60,11 @@ notebooks-check: .venv/.installed
 nbval: .venv/.installed-test
 	PYTHONPATH=tests $(PYTEST) -p nbval_strict --nbval --nbval-current-env --nbval-cell-timeout=300 $(NB)
 
-bench: .venv/.installed-test
-	$(PY) benchmarks/loop.py
+# Beside other tools, which only this needs, in .venv-bench: about 25 minutes on two quiet cores; ARGS=--quick: 5.
+bench: .venv-bench/.installed
+	@echo "Benchmarks beside other tools, into benchmarks/REPORT.md: about 25 minutes; make bench ARGS=--quick: 5."
+	.venv-bench/bin/python benchmarks/report.py $(ARGS)
 
-# What watching costs, beside TensorBoard and wandb, which only this needs: 10 minutes.
 bench-watch: .venv-bench/.installed
 	.venv-bench/bin/python benchmarks/watch.py $(ARGS)
 
@@ -94,8 +96,9 @@ site: .venv/.installed-site
 	@touch $@
 
 .venv-bench/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv-bench
-	.venv-bench/bin/python -m pip install --quiet --constraint constraints.txt --editable . tensorboard wandb
+	@echo "Making .venv-bench, with the tools to compare with: a few minutes and about 2 GB, once."
+	$(PYTHON) -m venv .venv-bench || { rm -rf .venv-bench; exit 1; }
+	.venv-bench/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[bench]"
 	@touch $@
 
 clean:

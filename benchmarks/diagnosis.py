@@ -46,7 +46,6 @@ from dxdy_nb.ranks.session import LOOPBACK
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import cases
 import rank_workers
-import test_comm
 from cases import healthy
 from report import summary
 
@@ -293,7 +292,7 @@ def debugged(fault: str, level: str) -> str:
 
 def between() -> None:
     """Print what is said of each fault between two ranks."""
-    faults = ["", *test_comm.FAULTS]
+    faults = ["", *rank_workers.FAULTS]
     rows, level, crashed = [], "DETAIL", debugged("", "DETAIL")
     if crashed.startswith("error"):
         level = "INFO"

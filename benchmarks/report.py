@@ -45,8 +45,8 @@ SECTIONS = (
         "Statistics of all gradients, and watching a loop",
         "What is called after `backward` is timed in its place in a training step, and what hooks into the loop by ten "
         "steps with it against ten bare ones. dxdy reads six statistics of each gradient; Lightning and Composer read "
-        "one norm, wandb and TensorBoard a histogram. Lightning's and Composer's lines are written again from what "
-        "they compute, and Composer is not installed: it is not made for this torch.",
+        "one norm, wandb and TensorBoard a histogram. Lightning's line is written again from what it computes, and so "
+        "is Composer's: beside torch 2.13 pip finds only its release 0.3.1.",
         "Lightning and Composer say nothing of zeros, extremes or what is not finite, and not how far weights move. "
         "TensorBoard and wandb draw and judge nothing. torch-audit judges a step and keeps no series; its checks are "
         "said at every step here, and every 1,000 by default.",
@@ -128,8 +128,9 @@ SECTIONS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a benchmark printed, its exit code (1: a bar is missed), its seconds, and the load when it began."""
+    """A benchmark's command, what it printed, its exit code (1: a bar is missed), its seconds, and the load before."""
 
+    command: str
     text: str
     code: int
     seconds: float
@@ -166,14 +167,14 @@ def first_table(results: Mapping[str, Result]) -> list[str]:
     return [*lines, "", "Where another tool's figure is the lower one (it may do less: see its section):", "", *better]
 
 
-def render(results: Mapping[str, Result], about: str, quick: bool = False) -> str:
+def render(results: Mapping[str, Result], about: str) -> str:
     """Return the page."""
     sections = {section.name: section for section in SECTIONS}
     lines = [
         "# What dxdy costs and finds beside other tools",
         "",
-        f"{about} Written by `make bench{' ARGS=--quick' if quick else ''}`"
-        f" in {sum(result.seconds for result in results.values()) / 60:.0f} minutes.",
+        f"{about} `make bench` runs what is said under each table, here in "
+        f"{sum(result.seconds for result in results.values()) / 60:.0f} minutes; `make bench ARGS=--quick` runs less.",
         "",
         "All tools of a table ran on the same work in one run, on one thread, in turns. Times are CPU seconds of the "
         "processes at work (wall clock where it is said) and medians. Ratios carry over to other machines, times do "
@@ -190,7 +191,7 @@ def render(results: Mapping[str, Result], about: str, quick: bool = False) -> st
         lines += [
             "", f"## {section.title}", "", section.says, "", "```text", *"\n".join(table).strip().splitlines(), "```",
             "", f"What the others do and do not: {section.lacks}", "",
-            f"`benchmarks/{name}.py`: {state}; {result.seconds:.0f} s, load {result.load:.1f} at its begin.",
+            f"`{result.command}`: {state}; {result.seconds:.0f} s, load {result.load:.1f} at its begin.",
         ]  # fmt: skip
     lines += [
         "",
@@ -217,11 +218,12 @@ def machine() -> str:
 
 def run(section: Section, quick: bool) -> Result:
     """Run a benchmark, whose progress is shown, and return what it printed."""
-    command = [sys.executable, str(HERE / f"{section.name}.py"), *(section.quick if quick else section.arguments)]
+    words = [f"{section.name}.py", *(section.quick if quick else section.arguments)]
+    command = [sys.executable, str(HERE / words[0]), *words[1:]]
     began, load = time.monotonic(), os.getloadavg()[0]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
-    return Result(done.stdout, done.returncode, time.monotonic() - began, load)
+    return Result(f"python benchmarks/{' '.join(words)}", done.stdout, done.returncode, time.monotonic() - began, load)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{section.title} (benchmarks/{section.name}.py)", file=sys.stderr, flush=True)
         results[section.name] = run(section, args.quick)
         print(results[section.name].text, flush=True)
-        args.out.write_text(render(results, about, args.quick))  # what is done is kept
+        args.out.write_text(render(results, about))  # what is done is kept
     print(f"{args.out} is written.")
     return int(any(result.code not in (0, 1) or not result.text.strip() for result in results.values()))
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 project = "dxdy"
 author = "the developers of dxdy"
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "notebooks/[0-9][0-9]_*.ipynb", "*.md", "data/*.md"]
+include_patterns = ["docs/*.md", "notebooks/[0-9][0-9]_*.ipynb", "*.md", "data/*.md", "benchmarks/*.md"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx-mathjax-offline"]
 
 nb_execution_mode = "off"  # the stored outputs are the ones that the tests compare

@@ -8,6 +8,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+# What can be wrong, and the cause that is to be named.
+FAULTS = {
+    "shard": "sampler-wrong-rank",
+    "sampler": "no-distributed-sampler",
+    "epoch": "set-epoch-missing",
+    "rate": "lr-differs-by-rank",
+    "module": "forward-through-module",
+    "no_sync": "no-sync-wrong-parity",
+    "summed": "grad-sum-not-mean",
+    "raises": "exception",
+    "only": "collective-mismatch",
+}
+
 
 def train(rank, world_size, init_method, *, fault="", steps=4):
     """Train a linear model on two ranks; ``fault`` names what is wrong."""

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import rank_workers
 import torch
+from rank_workers import FAULTS
 from torch import nn
 
 import dxdy_nb as dx
@@ -20,17 +21,6 @@ from dxdy_nb.ranks.digest import checksum, sketch
 from dxdy_nb.ranks.log import logged, read
 from dxdy_nb.ranks.verify import Ranks
 
-FAULTS = {
-    "shard": "sampler-wrong-rank",
-    "sampler": "no-distributed-sampler",
-    "epoch": "set-epoch-missing",
-    "rate": "lr-differs-by-rank",
-    "module": "forward-through-module",
-    "no_sync": "no-sync-wrong-parity",
-    "summed": "grad-sum-not-mean",
-    "raises": "exception",
-    "only": "collective-mismatch",
-}
 QUICK = {"module", "raises"}
 
 
