@@ -15,7 +15,7 @@ as an error or as a remark (a warning, a hint), and both are counted; on a right
 Three groups of faults: `public` are those of `tests/cases`, which dxdy's rules were written with; `unseen` were written
 without sight of the rules, which have since been widened with them: neither is a fair exam for dxdy, the README has the
 figures at first sight. Between two ranks `torch` is TORCH_DISTRIBUTED_DEBUG, at DETAIL where right ranks survive it and
-else at INFO, with a limit of 20 s.
+else at INFO, with a limit of 60 s; told is an error there, and for dxdy the right cause.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from cases import healthy
 from report import summary
 
 TESTS = Path(__file__).parents[1] / "tests"
-STEPS, LIMIT = 24, 20.0
+STEPS, LIMIT = 24, 60.0  # seconds: a busy machine needs 20 for the imports of two ranks
 Setup = dict[str, Any]
 Said = tuple[set[str], set[str]]  # errors, remarks
 Make = Callable[[], Setup]
@@ -310,8 +310,8 @@ def between() -> None:
         f"faults between two ranks not told, of {len(faults) - 1}",
         "",
         {
-            "dxdy": sum(ours == "-" for fault, _, ours in rows if fault),
-            "torch": sum(theirs in ("-", "hangs") or theirs == rows[0][1] for fault, theirs, _ in rows if fault),
+            "dxdy": sum(ours != rank_workers.FAULTS[fault] for fault, _, ours in rows if fault),
+            "torch": sum(not theirs.startswith("error") for fault, theirs, _ in rows if fault),
         },
     )
 

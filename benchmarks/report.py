@@ -51,7 +51,7 @@ SECTIONS = (
         "TensorBoard and wandb draw and judge nothing. torch-audit judges a step and keeps no series; its checks are "
         "said at every step here, and every 1,000 by default.",
         ("--rounds", "20"),
-        ("--rounds", "6", "--models", "mlp", "resnet"),
+        ("--rounds", "15", "--models", "mlp"),
     ),
     Section(
         "loop",
@@ -93,8 +93,7 @@ SECTIONS = (
         "A call on two ranks",
         "Two processes meet, reduce one tensor and part. The pool's processes stay warm between two calls; a fork is "
         "quick as well, for it inherits all that is imported.",
-        "torch's spawn imports everything anew. accelerate's `debug_launcher` is for tests on CPUs only; forks share "
-        "what was there at the fork, and do not see a function edited in a cell any better or worse than spawn. "
+        "torch's spawn imports everything anew. accelerate's `debug_launcher` is for tests on CPUs only. "
         "Neither says which rank held the others up.",
         ("--rounds", "5"),
         ("--rounds", "3"),
@@ -117,7 +116,7 @@ SECTIONS = (
         "Small trainings with one fault and their right twins. Told apart is what a tool says of the fault and not of "
         "the twin, whether it names the cause or not. Most of the faults were in sight when dxdy's rules were written "
         "or widened, so its own recall is no exam: at first sight it was 16 of 66, and later 4 of 36 (README).",
-        "The peers look at one batch or one step, and name no stage. torchtest and torchtest2 train by a step of "
+        "The peers name no stage. torchtest and torchtest2 look at one batch and train by a step of "
         "their own, so no fault of a loop is theirs to find; torch-audit has rules on style (weight decay on biases, "
         "layers in a poor layout) that dxdy has no opinion on, and these are its remarks on right set-ups.",
         ("--every", "4"),
@@ -179,7 +178,8 @@ def render(results: Mapping[str, Result], about: str) -> str:
         "All tools of a table ran on the same work in one run, on one thread, in turns. Times are CPU seconds of the "
         "processes at work (wall clock where it is said) and medians. Ratios carry over to other machines, times do "
         "not. Noise: what else the machine does takes caches and clock rate away, and process time ticks coarsely; "
-        "where a table has a line `bare again`, that is the noise of this run. In the first table less is better.",
+        "where a table has a line `bare again`, that is the noise of this run, and a cost below 0 is nothing else. In "
+        "the first table less is better.",
         "",
         *first_table(results),
     ]
