@@ -172,8 +172,8 @@ def render(results: Mapping[str, Result], about: str) -> str:
     lines = [
         "# What dxdy costs and finds beside other tools",
         "",
-        f"{about} `make bench` runs what is said under each table, here in "
-        f"{sum(result.seconds for result in results.values()) / 60:.0f} minutes; `make bench ARGS=--quick` runs less.",
+        f"{about} What ran is said under each table, in "
+        f"{sum(result.seconds for result in results.values()) / 60:.0f} minutes altogether; `make bench` repeats it.",
         "",
         "All tools of a table ran on the same work in one run, on one thread, in turns. Times are CPU seconds of the "
         "processes at work (wall clock where it is said) and medians. Ratios carry over to other machines, times do "
