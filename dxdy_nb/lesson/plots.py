@@ -107,6 +107,8 @@ def curves(
     for name, (xs, ys) in series.items():
         ax.plot(xs, ys, label=name, marker="o" if len(xs) < 40 else None, markersize=3)
     ax.set(xlabel=x, ylabel=y, title=title)
+    if x in ("step", "epoch"):
+        ax.xaxis.get_major_locator().set_params(integer=True)  # there is no step 2.5
     if log_x:
         ax.set_xscale("log", nonpositive="mask")
     if log_y:

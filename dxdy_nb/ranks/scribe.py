@@ -29,6 +29,7 @@ COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "barrier"),
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "monitored_barrier"),
     *("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"),
+    *("all_gather_single", "reduce_scatter_single"),  # what torch 2.13 calls the two that end in _tensor
 )
 
 
