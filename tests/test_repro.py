@@ -39,6 +39,19 @@ def test_a_crash_raises_the_same_exception_again(tmp_path):
     assert len(torch.load(path.with_suffix(".pt"), weights_only=True)["recorded"]) == 1  # the third alone will do
 
 
+def test_a_model_that_became_another_type_since_is_kept_as_its_batches_were(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    report = dx.diagnose(model=model, loss_fn=nn.CrossEntropyLoss(), loader=batches(1, 1, 4, 1), optimizer=optimizer)
+    model.double()(torch.ones(8, 3).double()).sum().backward()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    gradients = [p.grad.clone() for p in model.parameters()]
+    path = report.save_repro(tmp_path / "broken.py")
+    assert "IndexError: Target 2 is out of bounds." in run(path).stderr
+    assert all(t.dtype == before[name].dtype and t.equal(before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad.equal(grad) for p, grad in zip(model.parameters(), gradients, strict=True))
+
+
 def test_a_crash_that_needs_the_step_before_it_gets_it(tmp_path):
     model = nn.RNN(3, 2, batch_first=True)
     carried = [torch.zeros(1, 4, 2)]

@@ -295,3 +295,46 @@ def test_batches_of_another_layout_leave_one_sentence(layout):
     assert report.healthy
     (line,) = report.unchecked
     assert line.endswith(f": the batches hold {layout} tensors, which these rules do not read")
+
+
+class OwnLoss(nn.Module):
+    """Counts the tokens that a mask leaves, and returns its own loss beside its logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(6, 16), nn.Linear(16, 3)
+
+    def forward(self, ids, mask, labels):
+        logits = self.head((self.embed(ids) * mask[..., None]).sum(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def tokens(count, shift):
+    ids = torch.randint(0, 6, (count, 5))
+    mask = (torch.rand(count, 5) < 0.7).float()
+    mask[:, 0] = 1.0
+    labels = torch.stack([((ids % 3 == c) * mask).sum(1) for c in range(3)], 1).argmax(1)
+    return TensorDataset(ids, mask, (labels + shift) % 3)
+
+
+@pytest.mark.parametrize(("shift", "causes"), [(0, []), (1, ["val-permuted"])])
+def test_a_model_with_a_loss_of_its_own_is_judged_on_batches_of_other_sizes(shift, causes):
+    torch.manual_seed(0)
+    model = OwnLoss()
+    report = dx.diagnose(
+        model=model,
+        loader=DataLoader(tokens(200, 0), 32, shuffle=True),  # the last batch has 8
+        val_loader=DataLoader(tokens(100, shift), 32),  # and here 4
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.05),
+        train_step=lambda model, batch, optimizer, loss_fn, step: own_step(model, batch, optimizer),
+    )
+    assert [finding.cause for finding in report.errors] == causes
+    assert not report.unchecked
+
+
+def own_step(model, batch, optimizer):
+    optimizer.zero_grad()
+    loss = model(*batch)["loss"]
+    loss.backward()
+    optimizer.step()
+    return loss

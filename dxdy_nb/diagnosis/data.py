@@ -303,27 +303,28 @@ def missing_column(experiment: Experiment) -> Iterator[Finding]:
 
 def other_names(experiment: Experiment) -> Iterator[Finding]:
     """A model that has learnt is wrong in validation, and right when labels, or channels, change places."""
-    held, out = [(x, y) for _, x, y in experiment.held if x is not None and y is not None], experiment.output
+    held = [(batch, x, y) for batch, x, y in experiment.held if x is not None and y is not None]
+    out = experiment.output
     if not held or not _labels(experiment) or out is None or out.dim() != 2 or experiment.left() < 8:
         return
-    total = sum(y.numel() for _, y in held)
-    if total < 32 or any(y.dim() != 1 or int(y.min()) < 0 or int(y.max()) >= out.size(1) for _, y in held):
+    total = sum(y.numel() for _, _, y in held)
+    if total < 32 or any(y.dim() != 1 or int(y.min()) < 0 or int(y.max()) >= out.size(1) for _, _, y in held):
         return
 
     def table(pairs: Any, order: Any = None) -> Tensor:
         """Return how often each class was said where each was asked for, as shares."""
         counts = torch.zeros(out.size(1), out.size(1))
-        for x, y in pairs:
-            said = leading(experiment.forward(x if order is None else x[:, order]))
+        for batch, x, y in pairs:
+            said = leading(experiment.forward(x if order is None else x[:, order], batch=batch))
             if said is not None:
                 counts.index_put_((said.argmax(1).cpu(), y.cpu()), torch.ones(len(y)), accumulate=True)
         return counts / counts.sum()
 
     with experiment.after(2 * LONG):
-        learnt = float(table((x, y) for _, x, y in experiment.epoch if x is not None and y is not None).trace())
+        learnt = float(table(row for row in experiment.epoch if row[1] is not None and row[2] is not None).trace())
         straight = table(held) if learnt > 0.9 else torch.eye(1)
         orders: list[Any] = []
-        if float(straight.trace()) < 0.7 and held[0][0].dim() == 4 and held[0][0].size(1) == 3:
+        if float(straight.trace()) < 0.7 and held[0][1].dim() == 4 and held[0][1].size(1) == 3:
             orders = [list(order) for order in itertools.permutations(range(3))]
         channels = [("channels", float(table(held, order).trace()), order) for order in orders]
     classes = straight.argmax(1).tolist()
@@ -353,8 +354,8 @@ def imbalance(experiment: Experiment) -> Iterator[Finding]:
     rare = [int(c) for c in (counts > 0).nonzero() if c != counts.argmax()]
     with experiment.after(60), torch.no_grad():
         hits = total = 0
-        for _, x, y in experiment.epoch:
-            predicted = leading(experiment.forward(x))
+        for batch, x, y in experiment.epoch:
+            predicted = leading(experiment.forward(x, batch=batch))
             if predicted is None or y is None or len(predicted) != len(y):
                 return
             own = torch.isin(y, torch.tensor(rare))

@@ -44,6 +44,7 @@ class Experiment:
     steps: int | None = None
     seen: Observation = field(default_factory=Observation)
     initial: dict[str, Tensor] = field(default_factory=dict)  # parameters as they were given
+    kinds: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)  # of parameters and buffers, then
     driven: bool = True  # whether the step is the reader's own, and not what was heard of a loop
 
     def left(self) -> float:
@@ -59,6 +60,7 @@ class Experiment:
             before = {name: p.detach().clone() for name, p in self.subject.parameters.items()}
             witness.initial = before
             buffers = {name: b.detach().clone() for name, b in self.subject.model.named_buffers()}
+            self.kinds = {name: (t.dtype, t.device) for name, t in {**before, **buffers}.items()}
             ema = _values(self.subject.ema_model)
             hooks = {name: hooks_on(p) for name, p in self.subject.parameters.items()}
             self._epochs(witness)
@@ -353,13 +355,28 @@ class Experiment:
         """What the loss function does with the output, read from its own graph and gradient."""
         return read_loss(self)
 
-    def forward(self, x: Tensor | None = None, *, evaluate: bool = True, grad: bool = False) -> Any:
-        """Return the first step's output again, for another input if one is given; nothing is changed by it."""
+    def forward(self, x: Tensor | None = None, *, batch: Any = None, evaluate: bool = True, grad: bool = False) -> Any:
+        """Return the first step's output again, for another input if one is given; nothing is changed by it.
+
+        What else the model is given (masks, its targets) is that of ``batch``; without one it is the first step's, its
+        rows cut or repeated to as many samples as ``x`` has.
+        """
         call = self.call
-        if call is None:
+        if call is None or self.first is None:
             raise DxdyError("no forward of the model was seen")
-        place = self.input
-        args, kwargs = mapped((call.args, call.kwargs), lambda t: x if x is not None and t is place else t)
+        place, own, others = self.input, tensors_in(self.first.batch), tensors_in(batch)
+
+        def given(t: Tensor) -> Tensor:
+            if x is None or place is None or t is place:
+                return t if x is None or place is None else x.to(t.device)
+            for first, other in zip(own, others, strict=False):
+                if same_tensor(t, first):
+                    return other.to(t.device)
+            if t.dim() and place.dim() and len(t) == len(place) != len(x):
+                return t[torch.arange(len(x)) % len(t)]
+            return t
+
+        args, kwargs = mapped((call.args, call.kwargs), given)
         with preserved(self.subject), torch.set_grad_enabled(grad):
             if evaluate:
                 self.subject.model.eval()

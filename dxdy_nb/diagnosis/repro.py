@@ -1,5 +1,6 @@
 """What ``Report.save_repro`` writes: a script, tensors, and a pickle that together show the first error again."""
 
+import contextlib
 import io
 import math
 import os
@@ -8,6 +9,7 @@ import sys
 import sysconfig
 import textwrap
 import time
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from string import Template
@@ -15,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch import Tensor
 
 from dxdy_nb.diagnosis.probes import Experiment
 from dxdy_nb.diagnosis.report import Finding
@@ -52,7 +55,8 @@ $run
 def save(experiment: Experiment, finding: Finding, path: Path) -> None:
     """Write ``path``, and beside it a .pt file (batches, weights, optimizer state) and a .pkl file (the objects).
 
-    The objects are kept as they are now, so write it before training goes on.
+    The objects are kept as they are now, so write it before training goes on; a model that was moved to another type or
+    device meanwhile is kept in those that the batches were made for.
 
     Raises
     ------
@@ -62,14 +66,15 @@ def save(experiment: Experiment, finding: Finding, path: Path) -> None:
     if path.suffix != ".py":
         raise DxdyError(f"save_repro: expected a script's name, like broken.py; got {str(path)!r}.")
     subject = experiment.subject
-    batches = _batches(experiment)
-    parts = {"recorded": batches, "model": subject.model.state_dict(), "rng": torch.get_rng_state()}
-    if subject.optimizer is not None:
-        parts["optimizer"] = subject.optimizer.state_dict()
-    plain = {name: part for name, part in parts.items() if _is_plain(part)}
-    objects, pickled = _pickled(subject, batches, {} if "recorded" in plain else {"recorded": batches})
-    load = [f'{name}.load_state_dict(kept["{name}"])' for name in ("model", "optimizer") if name in plain]
-    step_of = getattr(subject.train_step, "__module__", "")
+    with _as_diagnosed(experiment):
+        batches = _batches(experiment)
+        parts = {"recorded": batches, "model": subject.model.state_dict(), "rng": torch.get_rng_state()}
+        if subject.optimizer is not None:
+            parts["optimizer"] = subject.optimizer.state_dict()
+        plain = {name: part for name, part in parts.items() if _is_plain(part)}
+        objects, pickled = _pickled(subject, batches, {} if "recorded" in plain else {"recorded": batches})
+        load = [f'{name}.load_state_dict(kept["{name}"])' for name in ("model", "optimizer") if name in plain]
+        step_of = getattr(subject.train_step, "__module__", "")
     text = SCRIPT.substitute(
         said=textwrap.indent(str(replace(finding, check="")), "# ", lambda line: True),
         more=" and dxdy_nb (the step is one that it heard)" * str(step_of).startswith("dxdy_nb."),
@@ -87,6 +92,21 @@ def save(experiment: Experiment, finding: Finding, path: Path) -> None:
         torch.save(plain, path.with_suffix(".pt"))
     except OSError as error:
         raise DxdyError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+@contextlib.contextmanager
+def _as_diagnosed(experiment: Experiment) -> Iterator[None]:
+    """Inside the block parameters and buffers have the types, and are on the devices, that they had when diagnosed."""
+    now: dict[str, Tensor] = {**experiment.subject.parameters, **dict(experiment.subject.model.named_buffers())}
+    then = [(t, experiment.kinds[name]) for name, t in now.items() if name in experiment.kinds]
+    moved = [(t, t.data, t.grad, kind) for t, kind in then if (t.dtype, t.device) != kind]
+    try:
+        for t, data, _, (dtype, device) in moved:
+            t.grad, t.data = None, data.to(device, dtype)
+        yield
+    finally:
+        for t, data, grad, _ in moved:
+            t.data, t.grad = data, grad
 
 
 def _batches(experiment: Experiment) -> list[Any]:
