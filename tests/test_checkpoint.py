@@ -1,5 +1,7 @@
 """A run that was stopped goes on bit for bit; a checkpoint that is damaged is told and never used."""
 
+import hashlib
+import io
 import json
 import os
 import random
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 import dxdy_nb as dx
-from dxdy_nb.training import checkpoint, datasets, loop, models
+from dxdy_nb.training import checkpoint, datasets, loop, models, resume
 
 # 7 batches an epoch: checkpoints at 5, 7 (an epoch's end), 10, 14.
 BASE = dx.RunConfig(data="spirals", model="mlp", epochs=3, max_steps=17, checkpoint_every=5)
@@ -152,6 +154,66 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_it_used(tmp_path, stopp
     with pytest.warns(RuntimeWarning, match=f"^{last}: {said}"):
         resumed = dx.train(BASE, out=folder, resume=True)
     same(resumed, dx.train(BASE, out=tmp_path / "whole"))
+
+
+def sealed(path, data):
+    """Write a file whose checksum is right."""
+    path.write_bytes(data)
+    checkpoint._sum_of(path).write_text(f"{hashlib.sha256(data).hexdigest()}  {path.name}\n")
+
+
+def saved(value):
+    torch.save(value, buffer := io.BytesIO())
+    return buffer.getvalue()
+
+
+OTHERS = {
+    "no text of torch's": lambda state: b"hello world" * 10,
+    "half a zip": lambda state: saved(state)[:5000],
+    "the head of a zip": lambda state: b"PK\x03\x04" + b"0" * 100,
+    "a tensor": lambda state: saved(torch.ones(3)),
+    "no model": lambda state: saved(state | {"model": None}),
+    "numbers for weights": lambda state: saved(state | {"model": dict.fromkeys(state["model"], 1)}),
+    "no optimizer": lambda state: saved(state | {"optimizer": None}),
+    "another step than its name": lambda state: saved(state | {"step": 3}),
+    "a step before the first": lambda state: saved(state | {"step": -3}),
+    "a validation without a loss": lambda state: saved(state | {"validation": [{"step": 7}]}),
+    "another run": lambda state: saved(state | {"config": state["config"] | {"seed": 99}}),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_file_that_is_whole_and_no_checkpoint_of_this_run_is_told(stopped, kind):
+    folder = stopped() / checkpoint.FOLDER
+    last = folder / "step-00000010.pt"
+    sealed(last, OTHERS[kind](torch.load(last, weights_only=True)))
+    said = r"is of another run \(seed 99\)" if kind == "another run" else "is no checkpoint of this version"
+    with pytest.warns(RuntimeWarning, match=f"^{last}: {said}"):
+        assert resume.start(BASE, folder.parent, True, False).step == 7
+
+
+@pytest.mark.parametrize("part", ["optimizer", "schedule", "random"])
+def test_a_state_that_does_not_fit_is_named_and_the_record_stays(stopped, part):
+    folder = stopped()
+    last = folder / checkpoint.FOLDER / "step-00000010.pt"
+    state = torch.load(last, weights_only=True)
+    sealed(last, saved(state | {part: type(state[part])()}))
+    before = (folder / "trace.bin").read_bytes()
+    with pytest.raises(dx.DxdyError, match=r"^resume: the checkpoint of step 10 does not fit .* Remove it"):
+        dx.train(BASE, out=folder, resume=True)
+    assert (folder / "trace.bin").read_bytes() == before
+    last.unlink()
+    assert dx.train(BASE, out=folder, resume=True).status == "completed"
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"status": "killed", "kind": "training", "resumed": 3}'])
+def test_a_damaged_result_says_how_its_run_goes_on(stopped, text):
+    folder = stopped()
+    (folder / "result.json").write_text(text)
+    with pytest.raises(dx.DxdyError, match=r"result\.json: is no run's result.* move it away"):
+        dx.train(BASE, out=folder, resume=True)
+    (folder / "result.json").unlink()
+    assert dx.train(BASE, out=folder, resume=True).status == "completed"
 
 
 def test_new_checkpoints_are_kept_beside_later_ones_that_are_damaged(stopped):

@@ -34,6 +34,14 @@ STATUSES = (
     *("running", "completed", "diverged", "failed"),
     *("out_of_memory", "timed_out", "interrupted", "killed"),
 )
+# What is read of a result, where it is there; another version may have more.
+FORMS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("reason", "kind", "lesson", "parent", "started"), (str, type(None))),
+    **dict.fromkeys(("seconds", "validation_seconds"), (int, float, type(None))),
+    **dict.fromkeys(("process", "metrics", "weights"), dict),
+    **dict.fromkeys(("validation", "resumed"), list),
+    "traceback": str,
+}
 LESSON_FOLDER = "DXDY_RUN_FOLDER"  # the environment variable by which a lesson's kernel knows where its record is
 LONGEST_TRACEBACK = 5000  # characters, of the end
 PARENT = "DXDY_PARENT"  # the environment variable that names the folder of the sweep or ablation a run belongs to
@@ -282,9 +290,8 @@ def read_result(folder: Path) -> dict[str, Any]:
     path = folder / "result.json"
     try:
         result: dict[str, Any] = json.loads(path.read_text())
-        rows = result.get("validation", [])
-        sound = isinstance(result.get("metrics", {}), dict) and all(isinstance(row, dict) for row in rows)
-        if result["status"] not in STATUSES or not sound:
+        known = all(isinstance(result[name], kinds) for name, kinds in FORMS.items() if name in result)
+        if result["status"] not in STATUSES or not known or not all(isinstance(r, dict) for r in _rows_of(result)):
             raise ValueError
         if result["status"] == "running" and not _alive(result["process"]):
             result["status"], result["reason"] = "killed", "the process ended without a word"
@@ -295,6 +302,10 @@ def read_result(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DxdyError(f"{path}: is no run's result. Is it damaged?") from None
     return result
+
+
+def _rows_of(result: Mapping[str, Any]) -> list[Any]:
+    return [*result.get("validation", ()), *result.get("resumed", ())]
 
 
 def result(**metrics: float | int | str | bool) -> None:
@@ -353,7 +364,7 @@ def take_over(folder: Path) -> dict[str, Any]:
     try:
         if result["status"] != "running":
             os.rename(path, claimed)
-            if json.loads(claimed.read_text())["process"] == result["process"]:
+            if json.loads(claimed.read_text()).get("process") == result.get("process"):
                 claimed.unlink()
                 return result
             os.rename(claimed, path)  # of somebody who was faster
@@ -361,10 +372,9 @@ def take_over(folder: Path) -> dict[str, Any]:
         pass  # likewise
     except OSError as error:
         raise not_writable(folder, error) from None
-    process = result["process"]
-    raise DxdyError(
-        f"{folder}: process {process['pid']} on {process['host']} still trains there. Wait for its end, or end it."
-    )
+    process = result.get("process", {})
+    which = f"process {process.get('pid')} on {process.get('host')}"
+    raise DxdyError(f"{folder}: {which} still trains there. Wait for its end, or end it.")
 
 
 def end(folder: Path, error: BaseException) -> None:

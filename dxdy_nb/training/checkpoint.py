@@ -8,20 +8,19 @@ import hashlib
 import io
 import math
 import os
-import pickle
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from dxdy_nb.config import RunConfig
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, in_a_line
 from dxdy_nb.observe.plain import plain, restored, with_tensors
 from dxdy_nb.observe.snapshot import RandomStates, put_random
 from dxdy_nb.ranks.session import Session
@@ -59,8 +58,23 @@ class Checkpoint:
         ----------
         parts : model, optimizer, schedule and scaler by these names
         code : what ``environment.json`` says; what differs is told
+
+        Raises
+        ------
+        DxdyError
+            A state does not belong to what it is for.
         """
-        other = [f"{name} {self.code[name]}, now {now}" for name, now in hinges(code).items() if self.code[name] != now]
+        try:
+            self._put(parts, s, code)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise DxdyError(
+                f"resume: the checkpoint of step {self.step} does not fit what is trained here: {in_a_line(error)}. "
+                "Remove it from the folder's checkpoints, and the one before it is used."
+            ) from None
+
+    def _put(self, parts: Mapping[str, Any], s: Session, code: Mapping[str, Any]) -> None:
+        pairs = [(name, self.code.get(name), now) for name, now in hinges(code).items()]
+        other = [f"{name} {then}, now {now}" for name, then, now in pairs if then != now]
         if other:
             text = f"resume: the checkpoint was made with {'; '.join(other)}. The run may go on with other numbers."
             warnings.warn(text, RuntimeWarning, stacklevel=2)
@@ -166,8 +180,10 @@ def _sum_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
 
 
-def newest(folder: Path) -> Checkpoint | None:
+def newest(folder: Path, config: Mapping[str, Any] | None = None) -> Checkpoint | None:
     """Return the last good checkpoint of a folder, or None where there is none at all; each damaged one is told.
+
+    ``config`` has what a run's checkpoints were all made with; one that was made otherwise is another run's.
 
     Raises
     ------
@@ -177,7 +193,12 @@ def newest(folder: Path) -> Checkpoint | None:
     paths = _paths(folder)
     for path in reversed(paths):
         try:
-            return read(path)
+            state = read(path)
+            seen = state.config
+            other = [f"{name} {seen.get(name)!r}" for name, value in (config or {}).items() if seen.get(name) != value]
+            if other:
+                raise DxdyError(f"{path}: is of another run ({', '.join(other)}).")
+            return state
         except DxdyError as error:
             warnings.warn(f"{error} The one before it is looked at.", RuntimeWarning, stacklevel=2)
     if paths:
@@ -207,9 +228,25 @@ def read(path: str | Path) -> Checkpoint:
         what = "damaged" if whole else "truncated"
         raise DxdyError(f"{path}: is {what}. Its sha256 is {seen[:12]}…, and was {''.join(known[:1])[:12]}….")
     try:
-        return Checkpoint(**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
-    except (TypeError, pickle.UnpicklingError):
+        state = Checkpoint(**torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+        if not _sound(state) or path.stem != f"step-{state.step:08d}":
+            raise ValueError
+    except Exception:  # what torch raises on what is no checkpoint is of many kinds
         raise DxdyError(f"{path}: is no checkpoint of this version of dxdy_nb.") from None
+    return state
+
+
+def _sound(state: Checkpoint) -> bool:
+    """Return whether the fields are of their kinds."""
+    hints: dict[str, Any] = {one.name: one.type for one in fields(Checkpoint)}
+    kinds = {name: get_origin(hint) or hint for name, hint in hints.items() if name != "best"}
+    rows = [*state.validation, *([state.best] if state.best is not None else [])]
+    return (
+        all(isinstance(getattr(state, name), kind) for name, kind in kinds.items())
+        and min(state.step, state.epoch, state.windows) >= 0
+        and all(isinstance(row, dict) and {"step", "loss", "accuracy"} <= row.keys() for row in rows)
+        and all(map(torch.is_tensor, state.model.values()))
+    )
 
 
 def fits(state: Mapping[str, Any], model: nn.Module) -> None:

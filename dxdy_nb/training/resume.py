@@ -67,18 +67,25 @@ def start(config: RunConfig, out: str | Path | None, resume: bool, allow_changes
     if "result.json" not in taken and "config.yaml" not in taken:  # a process may have died between the two
         raise held(folder, *taken)
     died: dict[str, Any] = {"kind": "training", "status": "killed"}
-    result = read_result(folder) if "result.json" in taken else died
+    try:
+        result = read_result(folder) if "result.json" in taken else died
+    except DxdyError as error:
+        raise DxdyError(f"resume: {error} Without it the run goes on from its last checkpoint: move it away.") from None
     if result.get("kind") != "training":
         raise held(folder, *taken)
     if result["status"] == "running":
         take_over(folder)  # which tells whose it is
     before = RunConfig.load(folder / "config.yaml") if "config.yaml" in taken else config
     changes = changed(before, config, allow_changes)
-    state = checkpoint.newest(folder / checkpoint.FOLDER)
+    state = checkpoint.newest(folder / checkpoint.FOLDER, {name: before.to_dict()[name] for name in FIXED})
     completed = result["status"] == "completed" and not changes
     if state and completed:  # its last checkpoint may be damaged: then what lies behind the one before is made again
-        completed = state.step == max((row["step"] for row in result.get("validation", [])), default=state.step)
+        completed = state.step == max(_validated(result), default=state.step)
     return Start(folder, state, True, completed, changes)
+
+
+def _validated(result: Mapping[str, Any]) -> list[int]:
+    return [step for row in result.get("validation", []) if isinstance(step := row.get("step"), int)]
 
 
 def agreed(
