@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import importlib
+import io
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +27,8 @@ FINE, PROBLEM, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 fine, 1 a failed run, 2 bad input, 130 interrupted."""
     options = _parser().parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have bytes that are no text
     try:
         return options.command(options)
     except DxdyError as error:
@@ -258,7 +262,10 @@ def _sweep(options: argparse.Namespace) -> int:
     limits = sweep.Limits(options.time_limit, options.memory_limit)
     planned = sweep.plan(options.target, sweep.parse_grid(options.grid), parse_assignments(options.parameter))
     out = new_folder(f"{Path(options.target).stem}-sweep", options.out)
-    print(f"dxdy sweep: {len(planned)} runs in {out}; the same command with --out {out} goes on", file=sys.stderr)
+    print(
+        f"dxdy sweep: {len(planned)} runs in {out}; the same command with --out {shlex.quote(str(out))} goes on",
+        file=sys.stderr,
+    )
     done = sweep.run_all(planned, out, jobs=options.jobs, limits=limits)
     lost = [one for one in done if one.result["status"] != "completed"]
     if options.json:

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -315,6 +316,56 @@ def test_a_bad_folder_is_compared_as_far_as_it_can_be_read(bad):
     assert not seen.equal
     with pytest.raises(dx.DxdyError, match="is no run's result"):
         compare(bad / "a", bad / "x1")
+
+
+ODD = [None, True, -1, 10**400, ["a"], {"a": 1}, [{}], "\ud800"]
+READ = ["reason", "kind", "seconds", "process", "weights", "validation", "traceback", "lesson"]
+
+
+def seen(folder, capsys):
+    """Return what each command that looks at a run says, each of which must end in order."""
+    told = []
+    for words in ([], ["--json"], ["show", "b"], ["show", "b", "--json"], ["compare", "a", "b", "--json"]):
+        assert cli.main(["runs", "--in", str(folder), *words]) in (0, 2)
+        told.append(capsys.readouterr().out)
+        assert not told[-1].startswith(("{", "[")) or json.loads(told[-1])
+        told[-1].encode()  # no half characters
+    return told
+
+
+@pytest.mark.parametrize("field", READ)
+def test_a_field_of_another_kind_breaks_no_list(runs, tmp_path, capsys, field):
+    for name in "ab":
+        shutil.copytree(runs / "a", tmp_path / name)
+    result = json.loads((tmp_path / "b" / "result.json").read_text())
+    for value in ODD:
+        (tmp_path / "b" / "result.json").write_text(json.dumps(result | {field: value}))
+        assert {row["id"] for row in json.loads(seen(tmp_path, capsys)[1])} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.yaml", "a: &a {b: *a}"),
+        ("config.yaml", "seed: [1]"),
+        ("config.yaml", "? [1, 2]\n: 2020-01-01"),
+        ("trace.json", "[" * 100_000),
+        ("environment.json", '{"commit": "\\ud800"}'),
+    ],
+)
+def test_a_file_that_another_program_wrote_breaks_no_list(runs, tmp_path, capsys, file, text):
+    for name in "ab":
+        shutil.copytree(runs / "a", tmp_path / name)
+    (tmp_path / "b" / file).write_text(text)
+    seen(tmp_path, capsys)
+
+
+def test_a_name_that_is_no_text_is_listed(runs, tmp_path):
+    shutil.copytree(runs / "a", tmp_path / os.fsdecode(b"b\xff"))
+    for words in ([], ["--json"], ["show", "b"], ["compare", "b", "b"]):
+        command = [sys.executable, "-m", "dxdy_nb.cli", "runs", "--in", str(tmp_path), *words]
+        done = subprocess.run(command, capture_output=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_a_folder_of_another_user_is_a_row(runs, monkeypatch):

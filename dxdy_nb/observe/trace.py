@@ -565,6 +565,6 @@ def _read_layouts(path: Path) -> list[Layout]:
             layouts.append(layout)
     except OSError as error:
         raise DxdyError(f"{path}: cannot be read ({error.strerror}). Is {path.parent} a run's folder?") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DxdyError(f"{path}: does not describe a trace. Is it damaged?") from None
     return layouts

@@ -282,7 +282,7 @@ def _seeds(one: Entry) -> list[Entry]:
         return config, _surroundings(other).get("script"), *(other.environment.get(key) for key in ("commit", "files"))
 
     same = [other for other in entries(one.folder.resolve().parent) if apart_from_seed(other) == apart_from_seed(one)]
-    return list({other.config["seed"]: other for other in same if "seed" in other.config}.values())
+    return list({repr(other.config["seed"]): other for other in same if "seed" in other.config}.values())
 
 
 def _metrics(a: Entry, b: Entry, groups: Sequence[Sequence[Entry]]) -> "pd.DataFrame":

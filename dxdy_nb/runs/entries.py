@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,7 +47,7 @@ class Entry:
     @property
     def reason(self) -> str:
         """Why the run ended as it did, and what is wrong with its folder; empty where all is well."""
-        return "; ".join([*filter(None, [self.result.get("reason")]), *self.problems])
+        return printable("; ".join([*filter(None, [self.result.get("reason")]), *self.problems]))
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Entry:
 
 def entry(folder: Path, name: str | None = None) -> Entry:
     """Return what a folder holds; what cannot be read is a problem of the entry, and no error."""
-    name = name or folder.name
+    name = printable(name or folder.name)
     try:
         os.listdir(folder)
     except OSError as error:
@@ -104,14 +105,14 @@ def entry(folder: Path, name: str | None = None) -> Entry:
     found: dict[str, dict[str, Any]] = {"result": {}, "config": {}, "environment": {}}
     problems: list[str] = []
     try:
-        found["result"] = read_result(folder)
+        found["result"] = _plain(read_result(folder))
     except DxdyError as error:
         problems.append(str(error))
     for part, file, parse in (("config", "config.yaml", _yaml), ("environment", "environment.json", json.loads)):
         try:
             if not isinstance(values := parse((folder / file).read_text()), dict):
                 raise ValueError
-            found[part] = values
+            found[part] = _plain(values)
         except FileNotFoundError:  # a run that ended before it began has none
             pass
         except OSError as error:
@@ -207,6 +208,23 @@ def _folders(parent: Path, depth: int = 3) -> Iterator[tuple[str, Path]]:
             yield from ((f"{folder.name}/{name}", path) for name, path in _folders(folder, depth - 1))
 
 
+def printable(text: str) -> str:
+    """Return a text that any stream and any JSON takes: half characters, as of names in other encodings, become "?"."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what was stored as texts, numbers, lists and mappings, all of it printable.
+
+    Raises
+    ------
+    ValueError
+        It holds itself.
+    """
+    plain: dict[str, Any] = json.loads(printable(json.dumps(values, default=str, skipkeys=True, ensure_ascii=False)))
+    return plain
+
+
 def _yaml(text: str) -> Any:
     # The loader in C, where there is one, takes a tenth of the time; both are safe.
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -220,7 +238,7 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    return float(value) if isinstance(value, (int, float)) and abs(value) <= sys.float_info.max else math.nan
 
 
 def _single(value: Any) -> bool:
