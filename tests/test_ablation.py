@@ -150,3 +150,19 @@ def test_a_real_baseline_and_three_single_changes(here):
     two_ranks = record.Run.load("a/world_size=2,batch_size=32,seed=0")
     assert len(two_ranks.steps) == 60
     assert plots.png(found.plot())
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "told"),
+    [
+        (None, {}, "changes: expected a list"),
+        (3, {}, "changes: expected a list"),
+        ("lr", {}, "changes: expected a list"),
+        ({"lr": 0.2}, {"metric": ["loss"]}, "metric: expected validation_loss or"),
+        ({"lr": 0.2}, {"limits": {"seconds": 1}}, "limits: expected Limits"),
+        ({"lr": 0.2}, {"out": 3}, "out: expected a run's folder"),
+    ],
+)
+def test_what_is_of_another_type_is_refused(here, changes, more, told):
+    with pytest.raises(dx.DxdyError, match=f"^{told}"):
+        ablate(BASE, changes, **more)

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -228,6 +230,22 @@ def test_new_checkpoints_are_kept_beside_later_ones_that_are_damaged(stopped):
     assert [path.name[11:13] for path in sorted(folder.glob("*.pt"))] == ["07", "12", "13", "98", "99"]  # 7 is the best
     with pytest.warns(RuntimeWarning, match="is empty"):
         assert checkpoint.newest(folder).step == 13
+
+
+FULL = """
+import resource, signal, sys
+import dxdy_nb as dx
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))  # a checksum has room, and a checkpoint has not
+dx.train(dx.RunConfig(data="spirals", model="mlp", max_steps=6, checkpoint_every=2), out=sys.argv[1])
+"""
+
+
+def test_where_no_checkpoint_has_room_no_checksum_is_left(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path / "run"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    assert "Training goes on, without a new checkpoint" in done.stderr
+    assert list((tmp_path / "run" / checkpoint.FOLDER).iterdir()) == []
 
 
 def test_without_its_sha256_a_checkpoint_is_not_trusted(stopped):

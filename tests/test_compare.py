@@ -19,6 +19,7 @@ from dxdy_nb import cli
 from dxdy_nb.lesson import plots
 from dxdy_nb.observe import trace
 from dxdy_nb.observe.trace import GRADIENT_COLUMNS, STEP_COLUMNS, Layout, TraceWriter
+from dxdy_nb.ranks.scaling import explain_scaling
 from dxdy_nb.runs import entries
 from dxdy_nb.runs.compare import compare
 from dxdy_nb.runs.record import PARENT, Recorder
@@ -502,6 +503,23 @@ def test_compare_tells_a_program_the_same(runs, capsys):
 def test_one_run_alone_is_no_comparison(runs):
     with pytest.raises(dx.DxdyError, match="expected a folder of runs, or two runs; got one run"):
         compare(dx.Run.load(runs / "a"))
+
+
+@pytest.mark.parametrize("thing", [None, 3, ["a"]])
+@pytest.mark.parametrize(
+    "call",
+    [
+        dx.compare,
+        lambda thing: dx.compare(thing, thing),
+        dx.verify_ranks,
+        explain_scaling,
+        lambda thing: dx.train(BASE, out=thing or 0),
+        lambda thing: dx.train(BASE, out=thing or 0, resume=True),
+    ],
+)
+def test_what_is_no_folder_is_refused_with_one_line(thing, call):
+    with pytest.raises(dx.DxdyError, match=r"^[\w]+: expected a run's folder.* got \w+\.$"):
+        call(thing)
 
 
 def test_both_runs_are_drawn(runs):

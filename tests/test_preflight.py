@@ -207,3 +207,9 @@ def test_the_command_says_what_is_bad_in_a_line(here, capsys, monkeypatch, argum
     assert cli.main(["preflight", *arguments]) == 2
     told = capsys.readouterr()
     assert not told.out and words in told.err and len(told.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", ["a", 0, -1, float("nan"), True])
+def test_a_time_limit_that_is_no_time_is_refused_before_anything_is_made(seconds):
+    with pytest.raises(dx.DxdyError, match=r"^preflight: time_limit is a number of seconds above 0, got "):
+        dx.preflight(lambda: pytest.fail("it was made"), time_limit=seconds)

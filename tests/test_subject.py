@@ -113,6 +113,8 @@ def test_hooks_on_gradients_are_put_back_and_those_that_were_there_stay():
         ({"model": nn.Linear(1, 1), "loss_fn": 3}, "loss_fn="),
         ({"model": nn.Linear(1, 1), "optimizer": "adam"}, "optimizer"),
         ({"model": nn.Linear(1, 1), "loader": 7}, "loader="),
+        ({"model": nn.Linear(1, 1), "loader": "train"}, "loader= .* got str"),
+        ({"model": nn.Linear(1, 1), "val_loader": 7}, "val_loader="),
         ({"model": nn.Linear(1, 1), "accumulation_steps": 0}, "accumulation_steps="),
     ],
 )

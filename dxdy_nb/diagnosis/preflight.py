@@ -98,6 +98,8 @@ def preflight(
         raise DxdyError(f"preflight: make is a function or a dictionary of keywords, got {type(make).__name__}.")
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise DxdyError(f"preflight: world_size is a number of ranks from 1 on, got {world_size!r}.")
+    if isinstance(time_limit, bool) or not isinstance(time_limit, (int, float)) or not time_limit > 0:
+        raise DxdyError(f"preflight: time_limit is a number of seconds above 0, got {time_limit!r}.")
     began = time.monotonic()
     name = "the given objects" if bare else f"{getattr(make, '__module__', '')}:{getattr(make, '__name__', 'make')}"
     with random_states():

@@ -114,9 +114,11 @@ def subject_of(given: Mapping[str, Any]) -> Subject:
     for name, kinds in (("ema_model", (nn.Module, dict)), ("best_state", (Mapping,))):
         if not isinstance(given.get(name), (*kinds, type(None))):
             raise DxdyError(f"diagnose: expected weights as {name}=, got {_words(given[name])}.")
-    loader = given.get("loader")
-    if loader is not None and not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
-        raise DxdyError(f"diagnose: loader= gives batches in a for loop; got {type(loader).__name__}.")
+    for name in ("loader", "val_loader"):
+        loader = given.get(name)
+        batches = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+        if loader is not None and (not batches or isinstance(loader, (str, bytes))):
+            raise DxdyError(f"diagnose: {name}= gives batches in a for loop; got {type(loader).__name__}.")
     if not isinstance(given.get("accumulation_steps", 1), int) or given.get("accumulation_steps", 1) < 1:
         raise DxdyError(f"diagnose: accumulation_steps= is a number from 1 on, got {given['accumulation_steps']!r}.")
     return Subject(**{**given, "optimizers": optimizers})

@@ -12,7 +12,7 @@ import numpy as np
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.ranks.log import Event
 from dxdy_nb.ranks.verify import Ranks, of_folder, windows
-from dxdy_nb.runs.folder import RANKS
+from dxdy_nb.runs.folder import RANKS, folder_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -97,9 +97,7 @@ def explain_scaling(run: "Run | Ranks | str | Path", baseline: "Run | None" = No
     """
     import pandas as pd
 
-    ranks = (
-        run if isinstance(run, Ranks) else of_folder(Path(run if isinstance(run, str | Path) else run.folder) / RANKS)
-    )
+    ranks = run if isinstance(run, Ranks) else of_folder(folder_of(run, "explain_scaling") / RANKS)
     if len(ranks.logs) < 2:
         raise DxdyError("explain_scaling: no logs of several ranks here. Train with RunConfig(world_size=2).")
     steps = [windows(log, "updated")[WARM_UP:-1] for log in ranks.logs]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.ranks.log import Event, read
-from dxdy_nb.runs.folder import RANKS
+from dxdy_nb.runs.folder import RANKS, folder_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,7 +95,7 @@ def verify_ranks(run: "Run | str | Path") -> "pd.DataFrame":
     """
     import pandas as pd
 
-    folder = Path(run if isinstance(run, str | Path) else run.folder) / RANKS
+    folder = folder_of(run, "verify_ranks") / RANKS
     ranks = of_folder(folder)
     if len(ranks.logs) < 2:
         raise DxdyError(f"{folder}: no logs of several ranks here. Train with RunConfig(world_size=2).")

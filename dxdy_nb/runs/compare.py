@@ -15,6 +15,7 @@ from dxdy_nb.config import as_number
 from dxdy_nb.errors import DxdyError, suggestion
 from dxdy_nb.observe import trace
 from dxdy_nb.runs.entries import OWN, Entry, column, entries, entry
+from dxdy_nb.runs.folder import folder_of
 from dxdy_nb.runs.record import Run, steps_of
 
 if TYPE_CHECKING:
@@ -166,8 +167,8 @@ def compare(first: str | Path | Run, second: str | Path | Run | None = None) -> 
     if second is None:
         if isinstance(first, Run):
             raise DxdyError("compare: expected a folder of runs, or two runs; got one run.")
-        return table(entries(first))
-    a, b = (entry(one.folder if isinstance(one, Run) else Path(one)) for one in (first, second))
+        return table(entries(folder_of(first, "compare")))
+    a, b = (entry(folder_of(one, "compare")) for one in (first, second))
     for one in (a, b):
         if not one.result:
             raise DxdyError(one.reason)

@@ -3,6 +3,7 @@
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 from dxdy_nb.errors import DxdyError
 
@@ -28,7 +29,7 @@ def new_folder(name: str, out: str | Path | None = None) -> Path:
     """
     if out is None:
         out = Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}-{secrets.token_hex(2)}"
-    folder = Path(out)
+    folder = folder_of(out, "out")
     try:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         taken = [name for name in FILES if (folder / name).exists()]
@@ -37,6 +38,20 @@ def new_folder(name: str, out: str | Path | None = None) -> Path:
     if taken:
         raise held(folder, *taken)
     return folder
+
+
+def folder_of(run: Any, asked: str) -> Path:
+    """Return the folder of a run, or of a path to it.
+
+    Raises
+    ------
+    DxdyError
+        It is something else; ``asked`` says by whom.
+    """
+    found = getattr(run, "folder", run)
+    if not isinstance(found, (str, Path)):
+        raise DxdyError(f"{asked}: expected a run's folder, or a run where one is asked for; got {type(run).__name__}.")
+    return Path(found)
 
 
 def held(folder: Path, *names: str) -> DxdyError:

@@ -186,7 +186,7 @@ def _ask(baseline: Any, changes: Any, budget: Any, seeds: Any, metric: Any) -> d
     whole = isinstance(seeds, int) and not isinstance(seeds, bool)
     if not whole or seeds < 2:
         problems.append(f"seeds: expected at least 2, to see how much a seed changes; got {seeds!r}.")
-    if metric not in METRICS:
+    if metric not in [*METRICS]:
         problems.append(f"metric: expected {' or '.join(METRICS)}, got {metric!r}.")
     if budget is not None:
         problems += _refused(baseline, {"max_steps": budget}, "budget")
@@ -206,8 +206,9 @@ def _ask(baseline: Any, changes: Any, budget: Any, seeds: Any, metric: Any) -> d
 
 
 def _named(changes: Any) -> dict[str, Mapping[str, Any]]:
-    single = not isinstance(changes, Mapping)
-    pairs = [(None, one) for one in changes] if single else changes.items()
+    if not isinstance(changes, (Mapping, list, tuple)):
+        raise DxdyError(f"changes: expected a list, like [{{'precision': 'bf16'}}]; got {changes!r}.")
+    pairs = changes.items() if isinstance(changes, Mapping) else [(None, one) for one in changes]
     named: dict[str, Mapping[str, Any]] = {}
     for name, fields in pairs:
         if name is not None and not isinstance(fields, Mapping):

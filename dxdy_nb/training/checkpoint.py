@@ -4,6 +4,7 @@ They stand in ``checkpoints/`` of the run's folder, each named after the optimiz
 beside it (``sha256sum -c step-00000021.pt.sha256`` compares). A flipped byte would be loaded without a word otherwise.
 """
 
+import contextlib
 import hashlib
 import io
 import math
@@ -150,6 +151,9 @@ def write(folder: Path, state: Checkpoint) -> None:
                 old.unlink()
                 _sum_of(old).unlink(missing_ok=True)
     except OSError as error:
+        if not path.exists():
+            with contextlib.suppress(OSError):
+                _sum_of(path).unlink()  # one for each attempt would be left
         text = f"{folder}: {error.strerror}. Training goes on, without a new checkpoint."
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 

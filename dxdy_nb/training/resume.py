@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from torch import nn
 from dxdy_nb.config import RunConfig
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.ranks.session import Session
-from dxdy_nb.runs.folder import FILES, RANKS, held, new_folder
+from dxdy_nb.runs.folder import FILES, RANKS, folder_of, held, new_folder
 from dxdy_nb.runs.record import Run, read_result, take_over
 from dxdy_nb.training import checkpoint
 
@@ -60,7 +61,7 @@ def start(config: RunConfig, out: str | Path | None, resume: bool, allow_changes
         The folder cannot be written or holds something else; its run still goes on, or was configured otherwise; all
         its checkpoints are damaged.
     """
-    taken = [name for name in FILES if resume and (Path(str(out)) / name).exists()]
+    taken = [name for name in FILES if resume and os.path.exists(folder_of(out, "out") / name)]
     if not taken:
         return Start(new_folder(config.data, out))
     folder = Path(str(out))

@@ -187,6 +187,8 @@ def run_all(planned: Sequence[Planned], out: Path, *, jobs: int = 1, limits: Lim
     if isinstance(jobs, bool) or not isinstance(jobs, int) or jobs < 1:
         raise DxdyError(f"jobs: expected a whole number above 0, got {jobs!r}.")
     limits = limits or Limits()
+    if not isinstance(limits, Limits):
+        raise DxdyError(f"limits: expected Limits(seconds=..., megabytes=...), got {limits!r}.")
     with _claimed(out):
         places = [_place(out, one) for one in planned]
         others = [folder for folder, _, same in places if not same]
