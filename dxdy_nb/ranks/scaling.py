@@ -123,12 +123,13 @@ def explain_scaling(run: "Run | Ranks | str | Path", baseline: "Run | None" = No
     table.index.name = "rank"
     samples = sum(e["samples"] for one in steps for step in one[:count] for e in step if _trains(e)) / count
     told = [{"bytes": 0, "buckets": 0}, *ranks.any("reduced")][-1]
-    alone, against = _alone(table, samples / len(steps), baseline)
+    share = samples / len(steps)  # of a rank
+    alone, against = _alone(table, share, baseline)
     speedup = samples / table["step"].mean() / alone
     latency = float(meetings.mean())
     return Scaling(
         table,
-        _predicted(table, latency, float(_mean(reduced["comm"] - waited).mean())),
+        _predicted(table, latency, float(_mean(reduced["comm"] - waited).mean()), share / alone),
         count,
         round(samples),
         told["bytes"],
@@ -183,17 +184,18 @@ def _alone(table: "pd.DataFrame", samples: float, baseline: "Run | None") -> tup
     return float(steps["effective_batch"].sum() / steps["step_time"].sum()), "the run on one device"
 
 
-def _predicted(table: "pd.DataFrame", latency: float, comm: float) -> "pd.DataFrame":
+def _predicted(table: "pd.DataFrame", latency: float, comm: float, alone: float) -> "pd.DataFrame":
+    """Return a row for each number of ranks; ``alone`` is the seconds that one takes for a rank's share."""
     import pandas as pd
 
     ranks, mean = len(table), table.mean()
     own = mean["compute"] + mean["data"] + mean["pauses"]
-    rows = []
-    for n in (1, *(ranks * 2**k for k in range(4))):
+    rows = [(1, alone, 1.0, 1.0)]
+    for n in (ranks * 2**k for k in range(4)):
         traffic = comm * ((n - 1) / n) / ((ranks - 1) / ranks)
         together = max(0.0, traffic - mean["hidden"]) + latency * (n - 1) / (ranks - 1)
-        step = own + together + (mean["waiting"] if n > 1 else 0.0)
-        rows.append((n, step, n * own / step, own / step))
+        step = own + together + mean["waiting"]
+        rows.append((n, step, n * alone / step, alone / step))
     return pd.DataFrame(rows, columns=["ranks", "step", "speedup", "efficiency"]).set_index("ranks")
 
 
