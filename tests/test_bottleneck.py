@@ -218,6 +218,17 @@ def test_a_summary_tells_losses_and_the_first_step_that_is_not_finite() -> None:
     assert "not finite first at step 7, samples 5, 6" in str(seen)
 
 
+def test_a_summary_counts_what_the_model_has_and_not_what_only_its_optimizer_holds() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 100))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = torch.nn.Linear(8, 2)  # the optimizer keeps the head that was there
+    with dx.watch() as w:
+        for _ in range(3):
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+    assert summary(w).models == {"Sequential": 5 * 8 + 9 * 2}
+
+
 def test_a_summary_of_nothing_says_so() -> None:
     class Nothing(SimpleNamespace):
         def __str__(self) -> str:

@@ -200,8 +200,8 @@ def _own_code(times: "pd.DataFrame", events: Iterable[Any]) -> Bottleneck | None
     share = outside / float(times.sum(axis=1).median())
     if share < WORTH_IT:
         return None
-    text = f"The loop's own code: {_time(outside)} of each step, {_percent(share)}, pass outside loading, forward, "
-    text += "backward and update: the loss, zero_grad, clipping, moving the batch, metrics, logging"
+    text = f"The loop's own code: {_time(outside)} of a typical step, {_percent(share)}, pass outside loading, "
+    text += "forward, backward and update: the loss, zero_grad, clipping, moving the batch, metrics, logging"
     if not any(event.kind == "fetch" for event in events):
         text += ", and making the batch, which comes from no DataLoader"
     items = sum(event.value or 0.0 for event in events if event.kind == "item" and event.step in times.index) / len(

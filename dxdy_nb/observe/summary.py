@@ -142,7 +142,8 @@ def _models(seen: SimpleNamespace) -> dict[str, int]:
     """Return how many parameters each model trains; their names begin with the model's where there are several."""
     names, sizes = _seen(seen.events, "forward"), seen.sizes
     if len(names) == 1:
-        return {names[0]: sum(sizes.values())}
+        only_held = tuple(f"{name}." for name in _seen(seen.events, "step", "skip"))  # by an optimizer, in no model
+        return {names[0]: sum(n for path, n in sizes.items() if not path.startswith(only_held))}
     return {name: sum(n for path, n in sizes.items() if path.startswith(f"{name}.")) for name in names}
 
 
