@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dxdy", description="How gradients flow through PyTorch training, and what is wrong with yours."
-    )
+    parser = argparse.ArgumentParser(prog="dxdy", description=DESCRIPTION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     lab = _command(commands, "lab", _lab, "open the workbook in JupyterLab", "dxdy lab --no-browser")
@@ -335,7 +333,7 @@ def _preflight(options: argparse.Namespace) -> int:
     print(page.to_json() if options.json else page)
     if options.out:
         page.save(options.out)
-    print(f"kept in {page.folder}", file=sys.stderr)
+    print(f"page: {options.out or page.folder / 'preflight.html'}; kept in {page.folder}", file=sys.stderr)
     return FINE if page.ok else PROBLEM
 
 

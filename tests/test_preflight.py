@@ -15,6 +15,7 @@ from dxdy_nb import cli
 from dxdy_nb.diagnosis.diagnose import experiment_on
 from dxdy_nb.diagnosis.page import nameless
 from dxdy_nb.diagnosis.slope import hand_case
+from dxdy_nb.runs.entries import entries
 from dxdy_nb.runs.record import read_result
 
 
@@ -191,7 +192,8 @@ def test_the_command_says_it_in_json_and_in_a_page_and_ends_with_1(here):
     told = json.loads(done.stdout)
     assert (told["target"], told["ok"], told["points"][1]["state"]) == ("mine:make", False, "failed")
     assert "mse-broadcast" in (here / "page.html").read_text()
-    assert "hello" in done.stderr and "kept in" in done.stderr
+    assert "hello" in done.stderr and "page: page.html; kept in" in done.stderr
+    assert [one.row()["name"] for one in entries(here / "runs")] == ["mine:make"]
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def preflight(
             raise DxdyError("preflight: without a loader nothing can be trained. Give loader=, which a for loop reads.")
         folder = new_folder("preflight", out)
         flight = Flight(experiment, None if isinstance(make, Mapping) else make, world_size, folder, began + time_limit)
-        with Recorder(folder, kind="preflight", metrics={}) as recorder:
+        with Recorder(folder, kind="preflight", target=name, metrics={}) as recorder:
             write_environment(folder, experiment.subject.model)
             points = tuple(flight.points())
             when, versions = time.strftime("%Y-%m-%d %H:%M"), f"torch {torch.__version__}"

@@ -89,7 +89,8 @@ class Entry:
         """Return the entry as a row of the table of runs."""
         row = dict.fromkeys(OWN) | {name: self.result.get(name) for name in ("kind", "parent", "started")}
         row |= {"id": self.id, "status": self.status, "reason": self.reason}
-        row["name"] = self.result.get("lesson") or self.script.get("name") or self.config.get("data")
+        told = (self.result.get("lesson"), self.script.get("name"), self.result.get("target"), self.config.get("data"))
+        row["name"] = next(filter(None, told), None)
         row |= self.efficiency() | {column(name): value for name, value in self.config.items()}
         return row | {(f"metric_{name}" if name in row else name): value for name, value in self.metrics.items()}
 
