@@ -119,7 +119,7 @@ def _saw(ranks: Ranks) -> dict[str, str]:
         "updates": ", ".join(map(str, updates)),
         "wrapped": "DistributedDataParallel" if ranks.names else "no model is wrapped",
         "samplers": ", ".join(sorted(samplers)) or "no DataLoader was read",
-        "collectives": ", ".join(sorted({e["name"] for e in ranks.any("collective")})) or "none was called",
+        "collectives": ", ".join(sorted({e["name"] for e in ranks.any("collective")})) or "none by the code itself",
     }
     return rows | {f"rank {r}": how for r, how in ranks.failures.items()}
 

@@ -32,7 +32,7 @@ class _Outcome:
 
     def __str__(self) -> str:
         words = self.failure or self.evidence or f"not found in {len(self.experiment.seen.steps)} steps"
-        return f"{words}; loss of one batch {self.losses[0]:.4g} → {self.losses[1]:.4g} in {self.number} steps"
+        return f"{words}; loss of one batch from {self.losses[0]:.4g} to {self.losses[1]:.4g} in {self.number} steps"
 
     @property
     def trains(self) -> bool:
