@@ -1,3 +1,4 @@
+import math
 import random
 import sys
 import time
@@ -239,6 +240,31 @@ def test_forwards_without_training_are_no_missing_backward():
         for (x,) in DataLoader(TensorDataset(torch.randn(32, 3)), 4):
             model(x)
     assert w.diagnose().healthy
+
+
+class Cleans(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.nan_to_num())
+
+
+@pytest.mark.parametrize(("part", "layer", "told"), [
+    ("input", nn.Linear, ["nan-in-inputs"]), ("target", nn.Linear, ["nan-in-targets"]), ("input", Cleans, []),
+])  # fmt: skip
+def test_nan_in_the_data_is_found_where_the_loss_is_written_by_hand_and_no_step_can_be_run_again(part, layer, told):
+    torch.manual_seed(0)
+    x = torch.randn(64, 3)
+    y = x.sum(1, keepdim=True)
+    (x if part == "input" else y)[21, 0] = math.nan  # in the third batch of eight
+    model = layer(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with dx.watch(model, optimizer) as w:
+        for a, b in DataLoader(TensorDataset(x, y), 8):
+            optimizer.zero_grad()
+            ((model(a) - b) ** 2).mean().backward()
+            optimizer.step()
+    errors = w.diagnose().errors
+    assert [e.cause for e in errors] == told
+    assert all(e.where == "step 2, samples 5" for e in errors)
 
 
 def _classes(loss, step=lambda optimizer, closure: (closure(), optimizer.step()), optimizer=torch.optim.Adam):

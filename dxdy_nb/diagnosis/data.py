@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import leading, main_call
-from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
+from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import bits_of
 from dxdy_nb.diagnosis.subject import batches_of, preserved
@@ -27,21 +27,40 @@ SIGMAS = 8.0  # what an alignment must stand out by, among five that are tried
 def nonfinite(experiment: Experiment) -> Iterator[Finding]:
     """A batch holds NaN or infinity, and its loss is not finite either."""
     for number, (batch, x, y) in enumerate(experiment.epoch):
-        for part, name, cause in ((x, "an input", "nan-in-inputs"), (y, "a target", "nan-in-targets")):
-            if part is None or not part.is_floating_point() or bool(torch.isfinite(part).all()):
-                continue
-            step = experiment.trial(batch)
+        for named in _not_finite(x, y):
+            try:
+                step = experiment.trial(batch)
+            except NotRepeatable:
+                yield from _heard(experiment)
+                return
             if step.error is None and math.isfinite(step.value) and not _spoils(step):
                 continue
-            bad = (~torch.isfinite(part)).flatten(1).any(1) if part.dim() > 1 else ~torch.isfinite(part)
-            rows = bad.nonzero().flatten().tolist()
-            yield found(
-                cause,
-                f"batch {number}, samples {', '.join(map(str, rows[:5]))}" + (" …" * (len(rows) > 5)),
-                f"{len(rows)} of {len(part)} samples have {name} that is not finite; the loss of the batch is "
-                f"{step.value:.4g}",
-            )
+            yield _spoilt(f"batch {number}", *named, step.value)
             return
+
+
+def _heard(experiment: Experiment) -> Iterator[Finding]:
+    """Likewise in a loop whose step cannot be run again: the first that lost loss and gradient had such a batch."""
+    first = [s for s in experiment.seen.steps if not math.isfinite(s.value) and _spoils(s)][:1]
+    for step in first:
+        for _, x, y in experiment.read([step.batch]):
+            for named in _not_finite(x, y)[:1]:
+                yield _spoilt(f"step {step.index}", *named, step.value)
+
+
+def _not_finite(x: Tensor | None, y: Tensor | None) -> list[tuple[Tensor, str, str]]:
+    parts = ((x, "an input", "nan-in-inputs"), (y, "a target", "nan-in-targets"))
+    return [(t, a, b) for t, a, b in parts if t is not None and t.is_floating_point() and not t.isfinite().all()]
+
+
+def _spoilt(place: str, part: Tensor, name: str, cause: str, loss: float) -> Finding:
+    bad = (~torch.isfinite(part)).flatten(1).any(1) if part.dim() > 1 else ~torch.isfinite(part)
+    rows = bad.nonzero().flatten().tolist()
+    return found(
+        cause,
+        f"{place}, samples {', '.join(map(str, rows[:5]))}" + (" …" * (len(rows) > 5)),
+        f"{len(rows)} of {len(part)} samples have {name} that is not finite; the loss of the batch is {loss:.4g}",
+    )
 
 
 def _spoils(step: Any) -> bool:
