@@ -267,6 +267,20 @@ def test_nan_in_the_data_is_found_where_the_loss_is_written_by_hand_and_no_step_
     assert all(e.where == "step 2, samples 5" for e in errors)
 
 
+def test_a_loss_that_is_lost_is_told_where_nothing_could_be_tried():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(64, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 1e4)
+    with dx.watch(model, optimizer) as w:
+        for (a,) in DataLoader(TensorDataset(x), 4):
+            optimizer.zero_grad()
+            ((model(a) - 1) ** 2).mean().backward()
+            optimizer.step()
+    report = w.diagnose()
+    first = int(w.steps["loss"].map(math.isfinite).idxmin())
+    assert f"not finite, first at step {first}," in str(report)
+
+
 def _classes(loss, step=lambda optimizer, closure: (closure(), optimizer.step()), optimizer=torch.optim.Adam):
     """Train on three classes under watch, and return the report."""
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))

@@ -57,6 +57,10 @@ def judge(witness: Witness, time_limit: float = TIME) -> Report:
     experiment = Experiment(subject, time.monotonic() + time_limit, seen=seen, initial=witness.initial, driven=False)
     if again is None:
         seen.notes.append("counterfactuals: the training step could not be run again from what was heard of it")
+        lost = [s.index for s in seen.steps if s.backwards and not math.isfinite(s.value)]
+        if lost:
+            told = "give dx.diagnose the step as train_step, and it tries"
+            seen.notes.append(f"why a loss is not finite, first at step {lost[0]}, beyond what was found here: {told}")
     with preserved(subject), torch.enable_grad():
         experiment.rewind()
         report = report_on(experiment)
