@@ -39,10 +39,11 @@ html_theme_options = {
 }
 
 
-def lower_anchors(app, name, source):
-    """Let links inside a notebook work here too: JupyterLab's anchors keep their capitals, these are lower case."""
-    source[0] = re.sub(r"\]\(#[\w-]+\)", lambda link: link[0].lower(), source[0])
+def mend_links(app, name, source):
+    """Let a notebook's links work here too: anchors are lower case, and lessons that HTML names are pages."""
+    text = re.sub(r'(\]\(|href=\\?")#[\w-]+', lambda link: link[0].lower(), source[0])
+    source[0] = re.sub(r'(href=\\?"\d\d_\w+)\.ipynb', r"\1.html", text)
 
 
 def setup(app):
-    app.connect("source-read", lower_anchors)
+    app.connect("source-read", mend_links)
