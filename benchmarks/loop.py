@@ -26,7 +26,7 @@ from report import summary
 from tqdm import tqdm
 
 import dxdy_nb as dx
-from dxdy_nb.training import datasets, loop, models
+from dxdy_nb.training import datasets, loop, models, parts
 
 STEPS = 190  # ten epochs of the digits
 BAR = 1.05
@@ -36,11 +36,11 @@ def prepare(seed: int) -> tuple:
     """Return model, optimizer, scheduler and an iterator over the batches."""
     config = dx.RunConfig(seed=seed)
     data = datasets.load("digits")
-    loop.seed_everything(seed)
+    parts.seed_everything(seed)
     model = models.build(config.model, data.train.x[0], data.classes)
     models.initialise(model, config.init)
-    optimizer = loop.pick_optimizer(config, model)
-    factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: loop.lr_factor(config, step, STEPS))
+    optimizer = parts.pick_optimizer(config, model)
+    factor = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: parts.lr_factor(config, step, STEPS))
     windows = loop.windows(datasets.loader(data.train, config.batch_size, shuffle_seed=seed), 1, STEPS)
     return model, optimizer, factor, (batch for (batch,) in windows)
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 import dxdy_nb as dx
 from dxdy_nb.ranks.log import logged
-from dxdy_nb.training import loop, models
+from dxdy_nb.training import loop, models, parts
 
 STEPS = 20
 BARS = {"verified": 1.05, "reference": 1.05}
@@ -37,7 +37,7 @@ BARS = {"verified": 1.05, "reference": 1.05}
 def trained(way: str, seed: int, batch_size: int, folder: Path) -> float:
     """Return the CPU seconds that this rank took for the steps of one way."""
     with dx.session(device="cpu") as s, contextlib.ExitStack() as stack:
-        loop.seed_everything(seed)
+        parts.seed_everything(seed)
         model = models.MLP(64, 10, hidden=1700)  # 3,019,210 parameters
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         samples = [(torch.randn(64), i % 10, i) for i in range(batch_size * (STEPS + 3))]

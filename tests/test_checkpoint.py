@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import dxdy_nb as dx
-from dxdy_nb.training import checkpoint, datasets, loop, models, resume
+from dxdy_nb.training import checkpoint, datasets, loop, models, parts, resume
 
 # 7 batches an epoch: checkpoints at 5, 7 (an epoch's end), 10, 14.
 BASE = dx.RunConfig(data="spirals", model="mlp", epochs=3, max_steps=17, checkpoint_every=5)
@@ -113,7 +113,7 @@ def test_the_scale_of_fp16_goes_on_where_it_was(tmp_path, monkeypatch, stopped):
     def large(name, model, x):
         return torch.float16, torch.amp.GradScaler("cpu", init_scale=2.0**24)
 
-    monkeypatch.setattr(loop, "pick_precision", large)
+    monkeypatch.setattr(parts, "pick_precision", large)
     config = BASE.override({"precision": "fp16", "lr": 0.01})
     whole = dx.train(config, out=tmp_path / "whole")
     assert 2 <= whole.steps["skipped"].sum() <= 8  # the scale fell before the checkpoint

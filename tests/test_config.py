@@ -122,7 +122,7 @@ def test_device_decides_where_the_model_lives(here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for name in ("cpu", "cuda", "auto"):
-        monkeypatch.setattr("dxdy_nb.training.loop.pick_optimizer", lambda config, model: 1 / 0)  # far enough
+        monkeypatch.setattr("dxdy_nb.training.parts.pick_optimizer", lambda config, model: 1 / 0)  # far enough
         with pytest.raises(ZeroDivisionError):
             dx.train(dx.RunConfig(**BASE, device=name))
     assert [device.type for device in where] == ["cpu", "cuda", "cuda"]

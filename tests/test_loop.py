@@ -10,19 +10,9 @@ from torch.nn.functional import cross_entropy
 
 import dxdy_nb as dx
 from dxdy_nb.ranks.session import Session
-from dxdy_nb.training import datasets, models
-from dxdy_nb.training import loop as reference
-from dxdy_nb.training.loop import (
-    DECIMALS,
-    evaluate,
-    lr_factor,
-    pick_loss,
-    pick_optimizer,
-    pick_precision,
-    train_step,
-    window_step,
-    windows,
-)
+from dxdy_nb.training import datasets, models, parts
+from dxdy_nb.training.loop import DECIMALS, evaluate, train_step, window_step, windows
+from dxdy_nb.training.parts import lr_factor, pick_loss, pick_precision
 
 SHORT = dx.RunConfig(data="spirals", model="mlp", max_steps=10)
 NO_SCALER = torch.amp.GradScaler("cpu", enabled=False)
@@ -249,7 +239,7 @@ def test_a_run_records_the_steps_that_overflow_skips_and_its_schedule_waits(tmp_
     def too_large(name, model, x):
         return torch.float16, torch.amp.GradScaler("cpu", init_scale=2.0**26)
 
-    monkeypatch.setattr(reference, "pick_precision", too_large)
+    monkeypatch.setattr(parts, "pick_precision", too_large)
     config = SHORT.override({"precision": "fp16", "accumulation_steps": 2, "optimizer": optimizer, "lr": 0.01})
     run = dx.train(config, out=tmp_path / "run")
     skipped = run.steps["skipped"].tolist()
@@ -261,45 +251,6 @@ def test_a_run_records_the_steps_that_overflow_skips_and_its_schedule_waits(tmp_
     assert run.steps["lr"].tolist() == pytest.approx([0.01 * lr_factor(config, step, 10) for step in factors])
     assert run.steps["loss"][:count].map(math.isfinite).all()
     assert run.steps["bad_samples"].tolist() == [[]] * 10
-
-
-class OnlyFp32(nn.Linear):
-    def forward(self, x):
-        if torch.is_autocast_enabled("cpu"):
-            raise RuntimeError("no kernel for this\nand more")
-        return super().forward(x)
-
-
-def test_a_precision_that_a_device_cannot_compute_in_is_told():
-    model, x = OnlyFp32(2, 3), torch.zeros(1, 2)
-    assert pick_precision("fp32", model, x)[0] is None
-    with pytest.raises(
-        dx.DxdyError, match=r"^precision: 'bf16' does not run on cpu \(no kernel for this\). Use 'fp32'.$"
-    ):
-        pick_precision("bf16", model, x)
-
-
-def test_fp16_without_a_working_scaler_is_refused(monkeypatch):
-    scaler = torch.amp.GradScaler
-    monkeypatch.setattr(torch.amp, "GradScaler", lambda device, enabled: scaler(device, enabled=False))
-    pick_precision("bf16", models.MLP(2, 3), torch.zeros(1, 2))
-    with pytest.raises(dx.DxdyError, match=r"^precision: 'fp16' needs a GradScaler, and on cpu it switched itself off"):
-        pick_precision("fp16", models.MLP(2, 3), torch.zeros(1, 2))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"accumulation_steps": 8}, "^accumulation_steps: an epoch has 7 batches, so 8 never come together"),
-        ({"precision": "fp16"}, "^precision: 'fp16' does not run on cpu"),
-        ({"optimizer": "muon"}, "^optimizer: 'muon' moves the 2-D weights of hidden layers"),
-    ],
-)
-def test_what_cannot_be_trained_is_refused_before_anything_is_written(here, monkeypatch, changes, message):
-    monkeypatch.setattr(models, "build", lambda name, sample, classes: OnlyFp32(2, 3))
-    with pytest.raises(dx.DxdyError, match=message):
-        dx.train(SHORT.override(changes))
-    assert list(here.iterdir()) == []
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -335,62 +286,6 @@ def test_evaluate_weighs_every_sample_alike_whatever_the_last_batch_holds(batch_
         "accuracy": (logits.argmax(1) == samples.y).double().mean().item(),
     }
     assert evaluate(model, samples, cross_entropy, batch_size) == pytest.approx(expected, abs=1.01 * 10**-DECIMALS)
-
-
-def test_mse_compares_with_one_hot_targets():
-    logits, y = torch.randn(5, 3), torch.tensor([0, 2, 1, 1, 0])
-    expected = sum((logits[i, c] - float(c == y[i])) ** 2 for i in range(5) for c in range(3)) / 15
-    torch.testing.assert_close(pick_loss("mse")(logits, y), expected)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "decoupled"),
-    [("sgd", torch.optim.SGD, None), ("adam", torch.optim.Adam, False), ("adamw", torch.optim.AdamW, True)],
-)
-def test_the_optimizer_is_the_one_that_was_asked_for(name, kind, decoupled):
-    optimizer = pick_optimizer(dx.RunConfig(optimizer=name, lr=0.3, weight_decay=0.2), nn.Linear(2, 1))
-    assert type(optimizer) is kind
-    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.3, 0.2)
-    assert optimizer.defaults.get("decoupled_weight_decay") == decoupled
-
-
-@pytest.mark.parametrize(
-    ("values", "factors"),
-    [
-        ({"schedule": "constant"}, [1, 1, 1, 1]),
-        ({"schedule": "linear"}, [1, 3 / 4, 2 / 4, 1 / 4]),
-        ({"schedule": "cosine"}, [1, (1 + math.sqrt(0.5)) / 2, 1 / 2, (1 - math.sqrt(0.5)) / 2]),
-        ({"schedule": "linear", "warmup_steps": 2}, [1 / 2, 1, 1, 1 / 2]),
-        ({"schedule": "constant", "warmup_steps": 8}, [1 / 8, 2 / 8, 3 / 8, 4 / 8]),
-        ({"schedule": "step", "warmup_steps": 1}, [1, 1, 0.1, 0.01]),
-    ],
-)
-def test_the_learning_rate_follows_its_schedule(values, factors):
-    config = dx.RunConfig(**values)
-    assert [lr_factor(config, step, 4) for step in range(4)] == pytest.approx(factors)
-
-
-@pytest.mark.parametrize("total", [1, 2, 3, 10, 57, 380, 1000])
-def test_one_cycle_has_the_shape_of_torchs(total):
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    torchs = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=total, cycle_momentum=False)
-    config = dx.RunConfig(schedule="one_cycle")
-    for step in range(total):
-        assert lr_factor(config, step, total) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
-        optimizer.step()
-        if step < total - 1:
-            torchs.step()
-
-
-@pytest.mark.parametrize("third", [1, 3, 19, 127])
-def test_step_has_the_shape_of_torchs(third):
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    torchs = torch.optim.lr_scheduler.StepLR(optimizer, third, gamma=0.1)
-    config = dx.RunConfig(schedule="step")
-    for step in range(3 * third):
-        assert lr_factor(config, step, 3 * third) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9)
-        optimizer.step()
-        torchs.step()
 
 
 def test_a_run_uses_the_learning_rates_of_its_schedule(tmp_path):

@@ -25,7 +25,8 @@ from dxdy_nb.ranks.session import pick_device
 from dxdy_nb.runs.environment import attended
 from dxdy_nb.runs.record import Run
 from dxdy_nb.training import datasets, models
-from dxdy_nb.training.loop import pick_loss, pick_optimizer, seed_everything, train, train_step
+from dxdy_nb.training.loop import train, train_step
+from dxdy_nb.training.parts import pick_loss, pick_optimizer, seed_everything
 
 if TYPE_CHECKING:
     import pandas as pd

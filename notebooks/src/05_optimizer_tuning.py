@@ -63,7 +63,7 @@ import dxdy_nb as dx
 from dxdy_nb.lesson import panels, plots
 from dxdy_nb.lesson.exercise import Lesson
 from dxdy_nb.runs.environment import in_live_notebook
-from dxdy_nb.training import datasets, loop
+from dxdy_nb.training import datasets, loop, models, parts
 from dxdy_nb.training.landscapes import OPTIMIZERS, Array, Kept, Walk, zones
 
 torch.set_num_threads(1)
@@ -442,8 +442,8 @@ batches = datasets.loader(data.train, config.batch_size, shuffle_seed=seed)
 
 def fresh():
     torch.manual_seed(seed)
-    net = loop.models.build("mlp", data.train.x[0], data.classes)
-    loop.models.initialise(net, "kaiming")
+    net = models.build("mlp", data.train.x[0], data.classes)
+    models.initialise(net, "kaiming")
     return net
 
 
@@ -542,7 +542,7 @@ schedules = ("constant", "linear", "cosine", "step", "one_cycle")
 series = {}
 for name in schedules:
     shape = config.override({"schedule": name})
-    series[name] = (range(100), [loop.lr_factor(shape, step, 100) for step in range(100)])
+    series[name] = (range(100), [parts.lr_factor(shape, step, 100) for step in range(100)])
 alt = "factor on the learning rate over the steps, a line for each schedule"
 plots.show(plots.curves(series, alt=alt, x="step", y="factor on the rate"))
 
@@ -563,7 +563,7 @@ def scheduled(net, opt):
     for step in range(total):
         x, y, _ = epoch[step % len(epoch)]
         shape = config.override({"schedule": controls[0].value if controls else "cosine"})
-        opt.param_groups[0]["lr"] = best * loop.lr_factor(shape, step, total)
+        opt.param_groups[0]["lr"] = best * parts.lr_factor(shape, step, total)
         loop.train_step(net, x, y, loss_fn, opt)
         yield
 
