@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from PIL import Image
 
-from dxdy_nb.lesson.bins import PHASES, Bins, Record, binned, layer_norms, layers
+from dxdy_nb.lesson import draw
+from dxdy_nb.lesson.bins import Bins, Record, binned, layer_norms, layers
+from dxdy_nb.lesson.draw import GREY, MOST_ROWS, PALETTE, dash
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,11 +25,8 @@ if TYPE_CHECKING:
     from dxdy_nb.training.memory import Memory
     from dxdy_nb.training.tuning import Bracket, Search
 
-# Okabe and Ito's palette: told apart by readers with any common form of colour blindness.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-GREY = "0.8"
-# What a panel can hold: rows of a heat map, boxes one above the other, lines that can be told apart.
-MOST_ROWS, MOST_BOXES, MOST_LINES = 24, 24, 7
+# What a panel can hold, beside rows of a heat map: boxes one above the other, lines that can be told apart.
+MOST_BOXES, MOST_LINES = 24, 7
 
 
 def new_figure(
@@ -128,7 +126,7 @@ def loss(record: Record | Bins) -> Figure:
     >>> loss(w)  # doctest: +SKIP
     """
     figure, axes = new_figure("the loss over the steps", 7.0, 3.2)
-    _line(axes[0, 0], binned(record), "loss", "loss")
+    draw.line(axes[0, 0], binned(record), "loss", "loss")
     return _finished(figure)
 
 
@@ -147,8 +145,8 @@ def gradient_norms(record: Record | Bins) -> Figure:
     norms, _ = layer_norms(bins, MOST_LINES)
     ax.plot(bins.high.index, bins.high["grad_norm"], color=GREY, linewidth=4, label="all together")
     for place, name in enumerate(norms.columns):
-        ax.plot(norms.index, norms[name].where(norms[name] > 0), label=name, linewidth=1.2, linestyle=_dash(place))
-    ax.set(xlabel=_steps_of(bins), ylabel="gradient norm", yscale="log")
+        ax.plot(norms.index, norms[name].where(norms[name] > 0), label=name, linewidth=1.2, linestyle=dash(place))
+    ax.set(xlabel=draw.steps_of(bins), ylabel="gradient norm", yscale="log")
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return _finished(figure)
 
@@ -169,7 +167,7 @@ def heat_map(record: Record | Bins) -> Figure:
     sizes, key = axes[0]
     sizes.get_gridspec().set_width_ratios((40, 1))
     if rows:
-        _heat_map(sizes, key, bins, 2 * MOST_ROWS)
+        draw.heat_map(sizes, key, bins, 2 * MOST_ROWS)
     return _finished(figure)
 
 
@@ -209,7 +207,7 @@ def phases(record: Record | Bins) -> Figure:
     >>> phases(w)  # doctest: +SKIP
     """
     figure, axes = new_figure("the time of each phase over the steps", 7.0, 3.2)
-    _phases(axes[0, 0], binned(record))
+    draw.phases(axes[0, 0], binned(record))
     figure.legend(loc="outside right upper", frameon=False, reverse=True)
     return _finished(figure)
 
@@ -225,13 +223,13 @@ def training(record: Record | Bins, figure: Figure | None = None) -> Figure:
     bins = binned(record)
     figure = _emptied(figure) if figure else empty_training()
     lines, norms, times, sizes, key, ratios = figure.axes
-    _line(lines, bins, "loss", "loss")
-    _line(norms, bins, "grad_norm", "gradient norm")
-    _phases(times, bins)
+    draw.line(lines, bins, "loss", "loss")
+    draw.line(norms, bins, "grad_norm", "gradient norm")
+    draw.phases(times, bins)
     times.legend(fontsize=6, frameon=False, loc="upper right", ncols=2, reverse=True)
     if len(bins.norms.columns):
-        _heat_map(sizes, key, bins, MOST_ROWS)
-        _ratio_lines(ratios, bins)
+        draw.heat_map(sizes, key, bins, MOST_ROWS)
+        draw.ratios(ratios, bins)
     return _finished(figure)
 
 
@@ -241,11 +239,7 @@ def root_mean_square(norms: "pd.Series[float]", sizes: Mapping[str, int]) -> "pd
     A norm grows with a tensor's size; the root mean square does not, so it compares tensors of any size.
     """
     table = norms.unstack("parameter", sort=False)
-    return _root_mean_square(table, sizes)
-
-
-def _root_mean_square(norms: "pd.DataFrame", sizes: Mapping[str, int]) -> "pd.DataFrame":
-    return norms.div(np.sqrt([sizes[str(name)] for name in norms.columns]), axis="columns")
+    return draw.root_mean_square(table, sizes)
 
 
 def empty_training() -> Figure:
@@ -288,7 +282,7 @@ def lr_range(bracket: "Bracket") -> Figure:
     ax = figure.axes[0]
     ax.axvspan(*bracket, color="0.9", zorder=0, label="bracket")
     for place, (rule, rate) in enumerate(bracket.rules.items(), start=1):
-        ax.axvline(rate, color=PALETTE[place], linestyle=_dash(place), linewidth=1.2, label=rule)
+        ax.axvline(rate, color=PALETTE[place], linestyle=dash(place), linewidth=1.2, label=rule)
     low, top = min(bracket.losses), bracket.losses[0]
     ax.set_ylim(low - 0.1 * (top - low), top + 0.5 * (top - low))  # what blows up would press all else flat
     ax.legend(frameon=False, fontsize=8)
@@ -358,9 +352,9 @@ def comparison(first: "pd.DataFrame", second: "pd.DataFrame", apart: int | None)
     figure, axes = new_figure("two runs: their losses, the distance between these, and the time of a step", columns=3)
     losses, distance, times = axes[0]
     for place, (name, steps) in enumerate((("A", first), ("B", second))):
-        losses.plot(steps.index, steps["loss"], label=name, linestyle=_dash(place))
+        losses.plot(steps.index, steps["loss"], label=name, linestyle=dash(place))
         usual = 1000 * steps["step_time"].iloc[1:]  # the first step warms up, and would press the others flat
-        times.plot(usual.index, usual, label=name, linewidth=0.8, linestyle=_dash(place))
+        times.plot(usual.index, usual, label=name, linewidth=0.8, linestyle=dash(place))
     gap = (first["loss"] - second["loss"]).dropna().abs()
     if (gap > 0).any():
         distance.plot(gap.index, gap.where(gap > 0), marker="." if len(gap) < 40 else None)
@@ -435,114 +429,3 @@ def _finished(figure: Figure) -> Figure:
     for ax in figure.axes:
         ax.minorticks_off()  # on log axes they cost more than everything else, and nobody reads them
     return figure
-
-
-def _steps_of(bins: Bins) -> str:
-    return "step" if bins.width == 1 else f"step (in bins of {bins.width})"
-
-
-def _dash(place: int) -> str:
-    """Return a line style: who cannot tell neighbouring colours apart sees dashes."""
-    return ("-", "--", "-.", ":")[place % 4]
-
-
-def _scale(ax: Any, scale: str) -> None:
-    if ax.get_yscale() != scale:
-        ax.set_yscale(scale)
-
-
-def _line(ax: Any, bins: Bins, column: str, label: str) -> None:
-    low, high = bins.low[column].to_numpy(dtype=float), bins.high[column].to_numpy(dtype=float)
-    ax.plot(bins.high.index, high, linewidth=1.2)
-    if bins.width > 1:
-        ax.fill_between(bins.high.index, low, high, linewidth=0)
-    ax.set(xlabel=_steps_of(bins), ylabel=label)
-    if np.isfinite(low).any() and np.nanmin(low) > 0 and np.nanmax(high) > 10 * np.nanmin(low):
-        _scale(ax, "log")
-    else:
-        _scale(ax, "linear")  # within one decade a log axis would have no number on it
-    spoilt = bins.spoilt.index[bins.spoilt[column] > 0]
-    # A non-finite value is a place, not a gap.
-    ax.vlines(spoilt, 0, 1, transform=ax.get_xaxis_transform(), color=PALETTE[1], linewidth=0.8)
-
-
-def _phases(ax: Any, bins: Bins) -> None:
-    names = [*PHASES, "other"]
-    mean = bins.seconds[names].div(bins.seconds["steps"], axis="index")
-    usual = mean.sum(axis="columns").quantile(0.98) if len(mean) else 0.0
-    factor, unit = (1, "seconds") if usual >= 1 else (1000, "milliseconds")
-    colours = [PALETTE[4], PALETTE[0], PALETTE[2], PALETTE[3], GREY]
-    # Steps and not slopes between them: the mean of a bin holds for the whole bin.
-    ax.stackplot(mean.index, factor * mean.to_numpy().T, labels=names, colors=colours, step="post", linewidth=0)
-    if usual > 0:
-        ax.set_ylim(0, 1.4 * factor * usual)  # one slow step, often the first, would press all others flat
-    ax.set(xlabel=_steps_of(bins), ylabel=f"{unit} a step")
-
-
-def _heat_map(ax: Any, key: Any, bins: Bins, most_names: int) -> None:
-    norms, sizes = layer_norms(bins, MOST_ROWS)
-    if len(bins.bad):  # a place for each bin: what was not measured there is what was measured last
-        places = np.arange(bins.bad.index[0], bins.bad.index[-1] + 1, bins.width)
-    else:
-        places = np.zeros(0, dtype=int)
-    rms = _root_mean_square(norms, sizes).reindex(places, method="ffill")
-    spots = bins.bad.reindex(places, fill_value=0.0)
-    bad = np.column_stack([spots[names].max(axis="columns") for names in layers(spots, MOST_ROWS).values()]) > 0
-    values = rms.to_numpy(dtype=float).T
-    values = np.log10(values, out=np.full_like(values, np.nan), where=np.isfinite(values) & (values > 0))
-    ends = (rms.index[0] - 0.5, rms.index[0] + len(rms) * bins.width - 0.5) if len(rms) else (0, 1)
-    extent = (*ends, len(rms.columns) - 0.5, -0.5)
-    image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis", extent=extent)
-    if bad.any():
-        pixels = np.where(bad.T[..., None], to_rgba(PALETTE[1]), (0.0, 0.0, 0.0, 0.0))
-        ax.imshow(pixels, aspect="auto", interpolation="nearest", extent=extent)
-    shown = np.unique(np.linspace(0, len(rms.columns) - 1, min(most_names, len(rms.columns))).astype(int))
-    ax.set_yticks(shown, [_short(str(rms.columns[row])) for row in shown], fontsize=7 if len(shown) <= 14 else 5)
-    ax.set_xlabel(_steps_of(bins))
-    ax.grid(visible=False)
-    for row, name in enumerate(rms.columns):  # a row without a colour says why: None and zero are different findings
-        known = rms[name].dropna()
-        word = "zero" if len(known) else "no gradient"
-        if (known > 0).any() or bad[:, row].any():
-            word = ""
-        ax.text(0.5, row, word, transform=ax.get_yaxis_transform(), ha="center", va="center", fontsize=7)
-    low, high = image.get_clim()
-    _colour_key(key, low, high, "log₁₀ RMS gradient")
-
-
-def _colour_key(ax: Any, low: float | None, high: float | None, label: str) -> None:
-    """Draw which colour stands for which value; a colour bar of matplotlib's takes ten times as long."""
-    low, high = (low, high) if low is not None and high is not None else (0.0, 1.0)
-    margin = 0.5 * (high == low)
-    ax.imshow(np.linspace(1, 0, 64)[:, None], aspect="auto", cmap="viridis", extent=(0, 1, low - margin, high + margin))
-    ax.set(xticks=[], ylabel=label)
-    ax.yaxis.tick_right()
-    ax.yaxis.set_label_position("right")
-    ax.grid(visible=False)
-
-
-def _short(name: str, most: int = 22) -> str:
-    return name if len(name) <= most else "…" + name[1 - most :]
-
-
-def _ratio_lines(ax: Any, bins: Bins) -> None:
-    """Draw |update| / |weight| where it was sampled: a line a layer, or, of many, the median and how far they spread.
-
-    Grey is the decade around 1e-3: a rule of thumb of the CS231n notes, no threshold.
-    """
-    table = bins.ratios.dropna(how="all")
-    table = table.where(table > 0)
-    ax.axhspan(10**-3.5, 10**-2.5, color="0.9")
-    if len(table.columns) <= 12:
-        for name in table.columns:
-            label = name if table[name].notna().any() else "_"  # a name that begins so is not listed: it never moved
-            ax.plot(table.index, table[name], linewidth=1, marker=".", markersize=4, label=label)
-    else:
-        spread = table.quantile([0.05, 0.25, 0.5, 0.75, 0.95], axis="columns").T
-        ax.fill_between(spread.index, spread[0.05], spread[0.95], color=PALETTE[0], alpha=0.2, label="90 % of tensors")
-        ax.fill_between(spread.index, spread[0.25], spread[0.75], color=PALETTE[0], alpha=0.3, label="50 %")
-        ax.plot(spread.index, spread[0.5], color=PALETTE[0], linewidth=1.2, label="median")
-    ax.set(xlabel=_steps_of(bins), ylabel="|update| / |weight|")
-    _scale(ax, "log")
-    if ax.get_legend_handles_labels()[1]:
-        ax.legend(fontsize=6, frameon=False, ncols=2)
