@@ -399,7 +399,7 @@ def test_a_bracket_is_a_pair_and_draws_its_curve():
     figure = bracket.plot()
     line = figure.axes[0].lines[0]
     np.testing.assert_array_equal(line.get_ydata(), bracket.losses)
-    assert {text.get_text() for text in figure.axes[0].get_legend().get_texts()} >= {"bracket", *bracket.rules}
+    assert {text.get_text() for text in figure.legends[0].get_texts()} >= {"bracket", *bracket.rules}
 
 
 def test_a_search_is_frozen():

@@ -285,7 +285,7 @@ def lr_range(bracket: "Bracket") -> Figure:
         ax.axvline(rate, color=PALETTE[place], linestyle=dash(place), linewidth=1.2, label=rule)
     low, top = min(bracket.losses), bracket.losses[0]
     ax.set_ylim(low - 0.1 * (top - low), top + 0.5 * (top - low))  # what blows up would press all else flat
-    ax.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)  # on grey one would not see the grey patch
     return _finished(figure)
 
 
@@ -300,7 +300,10 @@ def lr_search(search: "Search") -> Figure:
     ax, table = axes[0, 0], search.table
     known = table["validation_loss"][np.isfinite(table["validation_loss"])]
     lost = table.index.difference(known.index)
-    ax.plot(known.index, known, marker="o", markersize=4, label="completed")
+    if len(known):
+        ax.plot(known.index, known, marker="o", markersize=4, label="completed")
+    else:
+        ax.set_yticks([])
     if search.best is not None:
         style = {"marker": "o", "markersize": 12, "markerfacecolor": "none", "linestyle": "", "color": PALETTE[2]}
         ax.plot([search.best], [known[search.best]], label="best", **style)
@@ -312,7 +315,7 @@ def lr_search(search: "Search") -> Figure:
     ax.set(xlabel="learning rate", ylabel="validation loss", xscale="log")
     if known.max() > 10 * known.min() > 0:  # within one decade a log axis would have no number on it
         ax.set_yscale("log")
-    ax.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     return _finished(figure)
 
 
