@@ -433,10 +433,11 @@ def _runs_export(options: argparse.Namespace) -> int:
 
 
 def _table(done: "Sequence[lessons.LessonRun]") -> str:
+    from dxdy_nb.runs.listing import columns
+
     rows = [("lesson", "status", "seconds", "executed copy")]
     rows += [(one.lesson, one.status, f"{one.seconds:.1f}", str(one.notebook)) for one in done]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = columns(rows)
     if len(done) == 1 and done[0].metrics:
         lines += ["", *(f"{name} = {value}" for name, value in done[0].metrics.items())]
     return "\n".join(lines)

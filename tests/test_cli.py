@@ -14,8 +14,6 @@ import pytest
 from dxdy_nb import cli
 from dxdy_nb.runs import lessons, record
 
-COMMAND = [sys.executable, "-m", "dxdy_nb.cli"]
-
 
 @pytest.fixture
 def workbook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

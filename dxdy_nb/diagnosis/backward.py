@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from dxdy_nb.autograd.copies import random_states
-from dxdy_nb.diagnosis.observation import Step, leading, main_call
+from dxdy_nb.diagnosis.observation import Step, output_of
 from dxdy_nb.diagnosis.probes import FEW, Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
@@ -221,8 +221,7 @@ def exploding(experiment: Experiment) -> Iterator[Finding]:
         for update in step.updates:
             if update.scaled or "scale" in step.events:
                 return
-            call = main_call(step)
-            out = leading(call.output) if call is not None else None
+            out = output_of(step)
             overflown = out is not None and bool(torch.isfinite(out).all()) and not bool(out.square().sum().isfinite())
             bad = [n for n, s in update.parameters.items() if s.nonfinite and not math.isfinite(step.value)]
             if bad and not overflown:

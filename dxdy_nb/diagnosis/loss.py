@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dxdy_nb.autograd.copies import random_states
-from dxdy_nb.diagnosis.observation import leading, main_call
+from dxdy_nb.diagnosis.observation import leading, output_of
 from dxdy_nb.diagnosis.probes import Experiment, set_lr
 from dxdy_nb.diagnosis.reading import KINDS, Calls, Reading, bounds
 from dxdy_nb.diagnosis.report import Finding, found
@@ -76,9 +76,7 @@ def wrong_input(experiment: Experiment) -> Iterator[Finding]:
     reading = experiment.reading
     if reading is None or reading.output.numel() == 0:
         return
-    outputs = [
-        out for step in experiment.seen.steps if (call := main_call(step)) and (out := leading(call.output)) is not None
-    ]
+    outputs = [out for step in experiment.seen.steps if (out := output_of(step)) is not None]
     outputs = [out.float() for out in outputs if out.dim() == reading.output.dim()]
     classes = [out.transpose(1, -1) for out in outputs if out.dim() > 1] or outputs
     if not outputs or not classes[0].dim():
@@ -427,8 +425,7 @@ def _perfect(experiment: Experiment, index: int) -> Tensor | None:
         return None
     call = step.losses[-1]
     targets = [t for t in call.args[1:] if torch.is_tensor(t)]
-    main = main_call(step)
-    old = leading(main.output) if main is not None else None
+    old = output_of(step)
     if not targets or old is None or targets[0].shape != old.shape:
         return None
     args, kwargs = replaced((call.args, call.kwargs), old, targets[0])
@@ -583,8 +580,7 @@ def not_a_number(experiment: Experiment) -> Iterator[Finding]:
     for step in experiment.seen.steps:
         if math.isfinite(step.value) or step.error is not None:
             continue
-        call = main_call(step)
-        out = leading(call.output) if call is not None else None
+        out = output_of(step)
         given = [t for loss in step.losses for t in _floats((loss.args, loss.kwargs))]
         if out is None or not bool(torch.isfinite(out).all()) or not all(bool(torch.isfinite(t).all()) for t in given):
             return
@@ -628,8 +624,7 @@ def mean_of_means(experiment: Experiment) -> Iterator[Finding]:
     ignored = _signed(getattr(reading.node, "_saved_ignore_index", -100))
     outs, targets, counts = [], [], []
     for step in steps:
-        loss, call = step.losses[-1], main_call(step)
-        out = leading(call.output) if call is not None else None
+        loss, out = step.losses[-1], output_of(step)
         y = next((t for t in loss.args[1:] if torch.is_tensor(t)), None)
         if out is None or y is None:
             return

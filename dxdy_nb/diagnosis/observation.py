@@ -157,6 +157,12 @@ def main_call(step: Step) -> Call | None:
     return step.calls[0]
 
 
+def output_of(step: Step) -> Tensor | None:
+    """Return the tensor that the loss of a step is most likely about."""
+    call = main_call(step)
+    return leading(call.output) if call is not None else None
+
+
 def target_of(step: Step) -> Tensor | None:
     """Return the tensor that the loss compared the output with, or the batch's own last tensor."""
     if step.losses:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dxdy_nb.autograd.copies import random_states
-from dxdy_nb.diagnosis.observation import Call, Observation, Step, leading, main_call, target_of
+from dxdy_nb.diagnosis.observation import Call, Observation, Step, leading, main_call, output_of, target_of
 from dxdy_nb.diagnosis.reading import Reading, last_operation, read_loss
 from dxdy_nb.diagnosis.sameness import equal, replaced, same_tensor
 from dxdy_nb.diagnosis.sequel import hooks_on
@@ -387,9 +387,7 @@ class Experiment:
         step = step or self.first
         if step is None or not step.losses:
             return None
-        loss, call = step.losses[-1], main_call(step)
-        old = leading(call.output) if call is not None else None
-        new = leading(output)
+        loss, old, new = step.losses[-1], output_of(step), leading(output)
         if old is None or new is None:
             return None
         if not any(same_tensor(t, old) for t in tensors_in((loss.args, loss.kwargs))):

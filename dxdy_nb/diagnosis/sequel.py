@@ -151,10 +151,10 @@ class Sequel:
 
     def steps(self, optimizer: torch.optim.Optimizer, seen: Observation, subject: Subject, batch: Any) -> None:
         """Compare the optimizer of a run that goes on, before its first step, with the one before."""
-        resumed, owned = self.resumed, _owned(optimizer)
+        resumed, owned = self.resumed, owned_by(optimizer)
         pairs, self._pairs = self._pairs, []
         mine = [(n, p, q) for n, p, q in pairs if id(q) in owned]
-        before = next((u for u in seen.updates if mine and id(mine[0][1]) in _owned(u.optimizer)), None)
+        before = next((u for u in seen.updates if mine and id(mine[0][1]) in owned_by(u.optimizer)), None)
         if resumed is None or before is None or type(before.optimizer) is not type(optimizer):
             return
         lrs = [[float(group["lr"]) for group in o.param_groups if "lr" in group] for o in (before.optimizer, optimizer)]
@@ -218,7 +218,8 @@ def _tails(name: str, p: Tensor, given: Mapping[str, Tensor]) -> bool:
     return any((n.endswith(f".{name}") or name.endswith(f".{n}")) and t.shape == p.shape for n, t in given.items())
 
 
-def _owned(optimizer: torch.optim.Optimizer) -> set[int]:
+def owned_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the ids of all tensors that an optimizer owns."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 

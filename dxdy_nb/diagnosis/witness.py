@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.observation import Backward, Call, Observation, Root, Seen, Step, Update, leading, main_call
+from dxdy_nb.diagnosis.observation import Backward, Call, Observation, Root, Seen, Step, Update, output_of
 from dxdy_nb.diagnosis.reading import graph_nodes, is_shaping, kind_of
 from dxdy_nb.diagnosis.sameness import batch_key, equal, is_plain
-from dxdy_nb.diagnosis.sequel import Sequel
+from dxdy_nb.diagnosis.sequel import Sequel, owned_by
 from dxdy_nb.diagnosis.subject import Subject
 from dxdy_nb.diagnosis.written import WrittenLoss, given_to_raise, is_multiple
 from dxdy_nb.nested import detached, tensors_in
@@ -345,8 +345,7 @@ class Witness:
 
     def _read(self, root: Tensor) -> None:
         """Note what the loss is, and have its gradient at the output noted when that is known."""
-        call = main_call(self.step)
-        out = leading(call.output) if call is not None else None
+        out = output_of(self.step)
         if out is None or out.grad_fn is None or root.grad_fn is None:
             return
         between = graph_nodes(root, out.grad_fn)
@@ -366,7 +365,7 @@ class Witness:
         if not self.driven and not any(optimizer is o for o in self.subject.optimizers):
             self.subject = replace(self.subject, optimizers=(*self.subject.optimizers, optimizer))
         parameters = self.subject.parameters
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owned = owned_by(optimizer)
         mine = {n: p for n, p in parameters.items() if id(p) in owned}
         outside = {}
         for name, (owner, left) in self._left.items():
@@ -436,7 +435,7 @@ class Witness:
         if scaler.is_enabled():
             self._unscaled = True
             self.step.events.append("unscale")
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            held = owned_by(optimizer)
             self._plain |= {n for n, p in self.subject.parameters.items() if id(p) in held}
 
     def clip(self, norm: Tensor, bound: float) -> None:

@@ -16,7 +16,7 @@ MOST_ROWS = 24  # of a heat map
 
 
 def line(ax: Any, bins: Bins, column: str, label: str) -> None:
-    """Draw a column over the steps, on a logarithmic axis beyond a decade; a vertical line: not finite."""
+    """Draw a column over the steps, beyond a decade on a log axis; a vertical line marks what is not finite."""
     low, high = bins.low[column].to_numpy(dtype=float), bins.high[column].to_numpy(dtype=float)
     ax.plot(bins.high.index, high, linewidth=1.2)
     if bins.width > 1:

@@ -108,7 +108,7 @@ def _threads(world_size: int) -> int:
     """
     if os.name != "posix":
         raise DxdyError("launch: needs Linux or macOS; with dx.session() the same function runs under torchrun.")
-    cores = _cores()
+    cores = usable_cores()
     most = max(8, 4 * cores)
     if not isinstance(world_size, int) or isinstance(world_size, bool) or not 1 <= world_size <= most:
         raise DxdyError(f"launch: expected world_size from 1 to {most} on {cores} cores, got {world_size!r}.")
@@ -118,13 +118,14 @@ def _threads(world_size: int) -> int:
     return threads_each(world_size)
 
 
-def _cores() -> int:
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_each(processes: int) -> int:
     """Return the number of threads that each of so many processes may have, that all have a core each."""
-    threads = max(1, _cores() // processes)
+    threads = max(1, usable_cores() // processes)
     with contextlib.suppress(KeyError, ValueError):
         threads = min(threads, int(os.environ["OMP_NUM_THREADS"]))
     return threads

@@ -1,7 +1,6 @@
 """Where the time of ranks that train together goes, and what more of them would win: from their logs alone."""
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.ranks.log import Event
+from dxdy_nb.ranks.pool import usable_cores
 from dxdy_nb.ranks.verify import Ranks, of_folder, windows
 from dxdy_nb.runs.folder import RANKS, folder_of
 
@@ -242,6 +242,5 @@ def _advice(table: "pd.DataFrame", told: Event) -> Iterator[str]:
         yield f"fetching takes {100 * mean['data'] / mean['step']:.0f} % of the time: loader workers (num_workers)"
     if mean["pauses"] > WORTH_IT * mean["step"]:
         yield f"pauses take {100 * mean['pauses'] / mean['step']:.0f} % of the time: validate and save less often"
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if len(table) > cores:
+    if len(table) > (cores := usable_cores()):
         yield f"{len(table)} ranks on {cores} cores win nothing, where they train on CPUs: fewer ranks"

@@ -2,7 +2,7 @@
 
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dxdy_nb.errors import DxdyError
@@ -37,9 +37,19 @@ def listing(table: "pd.DataFrame", width: int | None = None) -> str:
         cause = reason[:LONGEST_CAUSE] + "…" if rest and len(reason) > LONGEST_CAUSE else reason
         last = "  ".join(filter(None, [cause, " ".join(rest)]))
         rows.append((str(name), own["status"], own.get("name", ""), own.get("seconds", ""), last))
-    widths = [max(len(row[place]) for row in rows) for place in range(4)]
-    lines = ["  ".join([*(t.ljust(w) for t, w in zip(row, widths, strict=False)), row[4]]) for row in rows]
-    return "\n".join(line.rstrip() if len(line) <= width else line[: width - 1] + "…" for line in lines)
+    return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in columns(rows))
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines in which columns stand one below the other.
+
+    Examples
+    --------
+    >>> columns([("status", "seconds"), ("completed", "0.1")])
+    ['status     seconds', 'completed  0.1']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def story(one: Entry) -> str:

@@ -81,7 +81,7 @@ def _torch() -> dict[str, Any]:
     try:
         import torch
     except Exception as error:  # an ImportError, an OSError from a library, whatever a broken install raises
-        return {"error": _in_a_line(error)}
+        return {"error": _gist(error)}
     nccl = None
     with contextlib.suppress(Exception):
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
@@ -139,7 +139,7 @@ def _smi(query: str) -> tuple[list[list[str]], str | None]:
     except FileNotFoundError:
         return [], None
     except (OSError, subprocess.SubprocessError) as error:
-        return [], _in_a_line(error)
+        return [], _gist(error)
     if done.returncode:
         return [], " ".join((done.stdout + done.stderr).split())[:200]
     return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row], None
@@ -157,7 +157,7 @@ def _gpus() -> dict[str, Any]:
             warnings.simplefilter("always")
             seen = torch.cuda.is_available()
         if not seen:
-            said = [_in_a_line(one.message) for one in told] or _raised(torch.cuda.init)
+            said = [_gist(one.message) for one in told] or _raised(torch.cuda.init)
             return {**nothing, "error": said[0] if said else None}
         rows, _ = _smi("--query-compute-apps=pid,process_name,used_memory")
         with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def _gpus() -> dict[str, Any]:
         others = [row for row in rows if row[0] != str(os.getpid())]
         return {"error": None, "devices": devices, "processes": [" ".join(row) + " MiB" for row in others]}
     except Exception as error:
-        return {**nothing, "error": _in_a_line(error)}
+        return {**nothing, "error": _gist(error)}
 
 
 def _gpu(number: int) -> dict[str, Any]:
@@ -201,7 +201,7 @@ def _raised(function: Callable[[], object]) -> list[str]:
     try:
         function()
     except Exception as error:
-        return [_in_a_line(error)]
+        return [_gist(error)]
     return []
 
 
@@ -334,7 +334,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _in_a_line(error: object) -> str:
+def _gist(error: object) -> str:
     """Return the first line of an error, or two where the first says little."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines if len(lines[0]) < 20 else lines[:1])[:300]
