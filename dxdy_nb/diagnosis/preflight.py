@@ -305,7 +305,7 @@ class Flight:
             return Point(number, name, "not checked", "objects were given", "give make, a function that builds them")
         if self.world_size < 2:
             return Point(number, name, "not checked", "world_size=1: one process", "world_size=2")
-        why = rebuilt.cannot_be_shared(self.experiment.subject.loader, self.world_size)
+        why = rebuilt.cannot_be_shared(self.experiment.subject.loader)
         if why:
             return Point(number, name, "not checked", why)
         folder = self.folder.absolute() / RANKS  # ranks meet in a file, whose address has no relative form

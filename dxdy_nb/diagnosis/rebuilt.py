@@ -37,7 +37,7 @@ Make = Callable[[], Any]
 # ---- on several ranks ----
 
 
-def cannot_be_shared(loader: Any, world_size: int) -> str:
+def cannot_be_shared(loader: Any) -> str:
     """Return why ranks cannot read one loader's data set in turn; "" where they can."""
     if not isinstance(loader, DataLoader):
         return f"the loader is a {type(loader).__name__} without a dataset, which a DistributedSampler needs"
