@@ -26,6 +26,8 @@ from report import summary
 from tqdm import tqdm
 
 import dxdy_nb as dx
+from dxdy_nb.observe.blackbox import BlackBox
+from dxdy_nb.observe.observer import Watch
 from dxdy_nb.training import datasets, loop, models, parts
 
 STEPS = 190  # ten epochs of the digits
@@ -61,10 +63,13 @@ def bare(seed: int) -> float:
 
 
 def recorded(seed: int, out: Path | None, max_grad_norm: float | None = None) -> float:
-    """Return the CPU seconds of the same loop as `train` runs it: every step watched, and stored in a folder."""
+    """Return the CPU seconds of the same loop as `train` runs it.
+
+    Every gradient is measured at every step and stored in a folder, and the last steps are kept for a replay.
+    """
     model, optimizer, scheduler, batches = prepare(seed)
     started = time.process_time()
-    with dx.watch(model, optimizer, out=out):
+    with Watch(model, optimizer, out, None, blackbox=BlackBox(out)):
         for x, y, _ in batches:
             loop.train_step(model, x, y, torch.nn.functional.cross_entropy, optimizer, max_grad_norm)
             scheduler.step()

@@ -4,10 +4,10 @@
 
 Three million parameters in plain layers, which compute little for each: a small batch is the worst case. The bare loop
 knows its rank's loss and its gradient norm, as in `benchmarks/loop.py`. ``verified`` is the bare loop with each rank's
-log; ``reference`` is the loop of `dx.train`, which also records the statistics of every gradient at every step, takes
-the loss over all ranks, and weighs unequal batches; ``unverified`` is the same without the log. CPU seconds of all
-ranks together (their gloo threads and the kernel's work for them included), one thread a rank, interleaved, medians
-of the ratios of a round to both its bare runs.
+log; ``reference`` is the loop of `dx.train`, which also records the gradients' norms at every step and all their
+statistics at some, keeps the last steps for a replay, takes the loss over all ranks, and weighs unequal batches;
+``unverified`` is the same without the log. CPU seconds of all ranks together (their gloo threads and the kernel's work
+for them included), one thread a rank, interleaved, medians of the ratios of a round to both its bare runs.
 """
 
 import argparse
@@ -27,6 +27,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 import dxdy_nb as dx
+from dxdy_nb.observe.blackbox import BlackBox
+from dxdy_nb.observe.observer import Watch
 from dxdy_nb.ranks.log import logged
 from dxdy_nb.training import loop, models, parts
 
@@ -46,7 +48,8 @@ def trained(way: str, seed: int, batch_size: int, folder: Path) -> float:
             stack.enter_context(logged(folder / f"rank{s.rank}.jsonl", s.rank, close=0))
         ddp = DistributedDataParallel(model)
         if way in ("reference", "unverified"):
-            stack.enter_context(dx.watch(model, optimizer, out=folder / f"{s.rank}", budget=None))
+            out = folder / f"{s.rank}"
+            stack.enter_context(Watch(model, optimizer, out, 0.03, blackbox=BlackBox(out)))
         scaler = torch.amp.GradScaler("cpu", enabled=False)
 
         def step() -> float:

@@ -19,10 +19,6 @@ from dxdy_nb.observe import blackbox
 from dxdy_nb.observe.blackbox import BlackBox, Replay, Spikes
 from dxdy_nb.observe.snapshot import RandomStates, put_random
 
-POISONED = (
-    98 * 13 // 26 + 1
-)  # the poisoned sample is in a batch of the eighth epoch, 13 batches each, two of them a step
-
 
 @pytest.fixture
 def snapshots(monkeypatch):
@@ -676,13 +672,13 @@ def test_random_states_are_those_of_the_generators():
     random_order = random.Random(0)
     uses = [lambda: np.random.randn(), lambda: np.random.rand(3), lambda: np.random.randn(2), lambda: None, torch.rand]
     uses[-1] = lambda: torch.rand(1)
+    uses += [lambda: random.random(), lambda: random.gauss(0, 1)]
     for _ in range(200):
         random_order.choice(uses)()
         seen = reader.read()
         np.testing.assert_equal(seen["numpy"], np.random.get_state(legacy=False))
         assert torch.equal(seen["torch"], torch.get_rng_state())
-    random.random()
-    assert reader.read()["python"] == random.getstate()
+        assert seen["python"] == random.getstate()
 
 
 def test_random_states_are_put_back():

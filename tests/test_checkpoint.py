@@ -242,7 +242,9 @@ dx.train(dx.RunConfig(data="spirals", model="mlp", max_steps=6, checkpoint_every
 
 
 def test_where_no_checkpoint_has_room_no_checksum_is_left(tmp_path):
-    done = subprocess.run([sys.executable, "-c", FULL, tmp_path / "run"], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", FULL, tmp_path / "run"]
+    # Elsewhere: a run keeps the uncommitted changes of the folder that it starts in, which may have no room either.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0
     assert "Training goes on, without a new checkpoint" in done.stderr
     assert list((tmp_path / "run" / checkpoint.FOLDER).iterdir()) == []

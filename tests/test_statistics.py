@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.observe import accelerator, statistics
-from dxdy_nb.observe.statistics import BLOCK, COLUMNS, FEW, ROW, SMALL, Budget, Statistics, total_norm, update_ratios
+from dxdy_nb.observe.statistics import BLOCK, COLUMNS, ROW, SMALL, Budget, Statistics, total_norm, update_ratios
 
 SIZES = [1, 2, 7, 1000, ROW, SMALL, SMALL + 1, BLOCK, BLOCK + 1, 2 * BLOCK + 5]
 MAX = torch.finfo(torch.float32).max
@@ -120,8 +120,8 @@ def test_every_kind_of_tensor_is_described_as_its_values(kind, way):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_glance_sees_the_same_norm_to_the_last_bit_and_nothing_else(kind):
     tensor = KINDS[kind]()
-    alone, among = Statistics().glance([tensor]).rows, Statistics().glance([tensor] * (FEW + 1)).rows
-    expected = [[math.nan, math.nan, math.nan, row[3], math.nan, row[5]] for row in describe(*[tensor] * (FEW + 1))]
+    alone, among = Statistics().glance([tensor]).rows, Statistics().glance([tensor] * 9).rows
+    expected = [[math.nan, math.nan, math.nan, row[3], math.nan, row[5]] for row in describe(*[tensor] * 9)]
     np.testing.assert_array_equal(alone, expected[:1])
     np.testing.assert_array_equal(among, expected)
 
@@ -144,7 +144,7 @@ def test_a_glance_is_as_right_as_a_look(size, scale):
 def test_only_what_is_out_of_range_is_read_again(monkeypatch):
     monkeypatch.setattr(statistics, "_exactly", None)
     tensors = [torch.randn(9), torch.zeros(9), torch.zeros(BLOCK + 1), torch.randn(BLOCK + 1), torch.zeros(0)]
-    for many in (tensors, FEW * tensors):
+    for many in (tensors, 8 * tensors):
         assert not describe(*many)[:, 5].any()
         assert not Statistics().glance(many).rows[:, 5].any()
 
@@ -155,7 +155,7 @@ def test_no_dot_product_is_long_enough_for_threads(monkeypatch):
     monkeypatch.setattr(np, "vecdot", lambda a, b: lengths.append(a.shape[-1]) or rows(a, b))
     tensors = [torch.randn(n) for n in SIZES]
     describe(*tensors)
-    describe(*(2 * [torch.randn(SMALL)] * FEW))
+    describe(*(2 * [torch.randn(SMALL)] * 8))
     Statistics().glance(tensors)
     update_ratios(tensors, tensors)
     assert 0 < max(lengths) <= 10_000
@@ -279,7 +279,7 @@ def test_any_values_at_all_are_described_as_torch_describes_them(values):
 
 def test_another_thread_may_describe_at_the_same_time(monkeypatch):
     kept, join, others = Statistics(), np.concatenate, []
-    ours, theirs = [torch.ones(3)] * (FEW + 1), [-torch.ones(7)] * (FEW + 2)
+    ours, theirs = [torch.ones(3)] * 9, [-torch.ones(7)] * 10
     thread = Thread(target=lambda: others.append(kept.measure(theirs).rows))
 
     def interrupted(*args, **kwargs):

@@ -22,7 +22,7 @@ import warnings
 import zipfile
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -64,17 +64,24 @@ class _Fetch:
 
     loader: int
     number: int  # of all batches of its loader
-    batch: Any
     random: dict[str, Any]
-    size: int
-    versions: list[int]
+    batch: Any = None
+    size: int = STATES
+    tensors: list[Tensor] = field(default_factory=list)  # of the batch
+    versions: list[int] = field(default_factory=list)
     lost: str | None = None  # why the batch is not kept
 
+    def hold(self, batch: Any) -> None:
+        self.batch, self.tensors = batch, list(tensors(batch))
+        self.versions = [_version(t) for t in self.tensors]
+        self.size = STATES + sum([t.nbytes for t in self.tensors])
+
     def lose(self, why: str) -> None:
-        self.batch, self.size, self.versions, self.lost = None, STATES, [], why
+        self.hold(None)
+        self.lost = why
 
     def changed(self) -> bool:
-        return self.versions != [_version(t) for t in tensors(self.batch)]
+        return self.versions != [_version(t) for t in self.tensors]
 
 
 @dataclass
@@ -159,7 +166,7 @@ class BlackBox:
         if self._over:
             return
         number = self._counts[loader] = self._counts.get(loader, 0) + 1
-        fetch = _Fetch(loader, number - 1, None, self._random.read(), STATES, [])
+        fetch = _Fetch(loader, number - 1, self._random.read())
         self._check()  # this fetch may have written over the last one
         try:
             self._take_in(fetch, plain(batch))
@@ -172,20 +179,18 @@ class BlackBox:
         self._stay_within_memory()
 
     def _take_in(self, fetch: _Fetch, batch: Any) -> None:
-        found = list(tensors(batch))
-        last = list(tensors(self._fetches[-1].batch)) if self._fetches else []
-        if any(a is not b and a.data_ptr() == b.data_ptr() and a.numel() for a, b in zip(found, last, strict=False)):
-            self._changes("the loop writes each batch over the last one")
+        fetch.hold(batch)
+        last = self._fetches[-1].tensors if self._fetches else []
+        for a, b in zip(fetch.tensors, last, strict=False):
+            if a is not b and a.data_ptr() == b.data_ptr() and a.numel():
+                self._changes("the loop writes each batch over the last one")
         # A tensor in shared memory holds a file open and its room in /dev/shm, one on a GPU room that training needs.
-        if self._copying or any(t.is_shared() or not t.is_cpu for t in found):
+        if self._copying or any(t.is_shared() or not t.is_cpu for t in fetch.tensors):
             if self._copies.allows():
                 with self._copies.open():
-                    batch = with_tensors(batch, _own)
-                    found = list(tensors(batch))
+                    fetch.hold(with_tensors(batch, _own))
             else:
                 self._let_go("to copy the batches takes more time than its share")
-        fetch.batch, fetch.versions = batch, [_version(t) for t in found]
-        fetch.size += sum(t.nbytes for t in found)
 
     def forget(self, loader: int = 0) -> None:
         """Let the last batch of a loader go: it was only validated on."""

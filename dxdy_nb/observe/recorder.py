@@ -112,7 +112,7 @@ class Recorder:
         if not torch.is_grad_enabled():
             self._tell("no_grad_forward", name, float(module.training))
             self._row.aside = True
-            with self._within("forward"):
+            with _Within(self, "forward"):
                 yield
             return
         self._next_row()
@@ -121,7 +121,7 @@ class Recorder:
         if not row.begun:
             self._first_forward(row)
         started = self._begin()
-        with self._within("forward"):
+        with _Within(self, "forward"):
             yield
         row.forward_time += perf_counter() - started
         samples = batch_size(inputs) or batch_size(named.values())
@@ -142,21 +142,20 @@ class Recorder:
         self._next_row()
         row = self._row
         if not row.begun or self.found.stale:
-            with self._own(row):
+            with _Own(self, row):
                 self.found.refresh()
         parameters = self.found.parameters
-        before = [p.grad for p in parameters]
-        versions = [None if g is None else g._version for g in before]
+        before = [(g, 0 if g is None else g._version) for g in [p.grad for p in parameters]]
         started = self._begin()
-        with self._within("backward"):
+        with _Within(self, "backward"):
             yield
         seconds = perf_counter() - started
         row.backward_time += seconds
         row.backwards += 1
-        with self._own(row):
+        with _Own(self, row):
             touched = [
                 id(p)
-                for p, g, version in zip(parameters, before, versions, strict=True)
+                for p, (g, version) in zip(parameters, before, strict=True)
                 if (now := p.grad) is not g or (now is not None and now._version != version)
             ]
             row.touched.update(touched)
@@ -168,7 +167,7 @@ class Recorder:
         name = self._named_loaders.add(loader, likeness(loader))
         known = self.loaders.get(name)
         self.loaders[name] = described(loader, 1 + (known.epochs if known else 0))
-        with self._unseen():
+        with _Unseen(self):
             return Fetches(begin(), partial(self._fetch, name))
 
     def _fetch(self, loader: str, batches: Iterator[Any]) -> Any:
@@ -176,7 +175,7 @@ class Recorder:
             return next(batches)
         started = perf_counter()
         try:
-            with self._unseen():
+            with _Unseen(self):
                 batch = next(batches)
         except StopIteration:
             self._drop_validation()
@@ -191,7 +190,7 @@ class Recorder:
         if self._replay is not None:
             batch = self._replay.batch(batch, self._loader)
         if self._blackbox is not None:
-            with self._own(row):
+            with _Own(self, row):
                 self._blackbox.batch(self.count, batch, self._loader)
         ids = sample_ids(batch)
         self._tell("fetch", loader, seconds, () if ids is None else tuple(ids.tolist()))
@@ -215,7 +214,7 @@ class Recorder:
             self._next_row()
         row = self._row
         self._begin()
-        with self._own(row):
+        with _Own(self, row):
             if closure or name not in self._looked:
                 self._look(name)
             if not closure:
@@ -251,7 +250,7 @@ class Recorder:
             self._next_row()
         steps, row = self._steps, self._row
         self._begin()
-        with self._unseen():
+        with _Unseen(self):
             yield
         if self._steps == steps:
             row.end(perf_counter())
@@ -342,33 +341,6 @@ class Recorder:
         self._row.started = self._row.started or now
         return now
 
-    @contextmanager
-    def _within(self, what: str) -> Iterator[None]:
-        before, self._inside = self._inside, what
-        try:
-            yield
-        finally:
-            self._inside = before
-
-    @contextmanager
-    def _unseen(self) -> Iterator[None]:
-        self._hidden += 1
-        try:
-            yield
-        finally:
-            self._hidden -= 1
-
-    @contextmanager
-    def _own(self, row: Row) -> Iterator[None]:
-        """Count the time as that of monitoring, not of the loop."""
-        started = perf_counter()
-        self._hidden += 1
-        try:
-            yield
-        finally:
-            self._hidden -= 1
-            row.own += perf_counter() - started
-
     def _next_row(self) -> None:
         """End a row that is complete, now that something new begins."""
         row = self._row
@@ -383,7 +355,7 @@ class Recorder:
         return row.weights_changed() or (not self.found.optimizers.names() and row.gradients_changed())
 
     def _first_forward(self, row: Row) -> None:
-        with self._own(row):
+        with _Own(self, row):
             # Before the forward: within it FSDP2 has other parameters in the model than the optimizer has.
             self.found.refresh()
             if self._replay is not None:
@@ -428,7 +400,7 @@ class Recorder:
 
     def _measure_once(self, row: Row) -> None:
         if row.measured is None:
-            with self._own(row):
+            with _Own(self, row):
                 self._measure(row)
 
     def _measure(self, row: Row) -> None:
@@ -465,7 +437,7 @@ class Recorder:
         if not isinstance(outcome, Tensor):
             self._tell("step" if outcome else "skip", name, row.update_time)
         if row.weights is not None:
-            with self._own(row):
+            with _Own(self, row):
                 row.ratios = update_ratios(row.weights[1], [local(p.detach()) for p in row.weights[0]])
         row.others = self.found.beside(row.stepped)
         waiting = not row.others.isdisjoint(row.touched)
@@ -496,7 +468,7 @@ class Recorder:
         self.count += 1
         self._row = Row(self.count)
         self._late.append(row)
-        with self._own(row):
+        with _Own(self, row):
             self.flush(1)
         self.events.add("watch", row.number, value=row.own)
         self._budget.spent(row.own, row.step_time, row.full)
@@ -512,7 +484,7 @@ class Recorder:
     def flush(self, late: int = 0) -> None:
         """Store the rows that have ended, but for as many as may wait for their numbers to come from a GPU."""
         while self._late and (len(self._late) > late or (m := self._late[0].measured) is None or m.ready):
-            with self._unseen():
+            with _Unseen(self):
                 self._store(self._late.pop(0))
 
     def _judge(self, row: Row) -> None:
@@ -520,19 +492,20 @@ class Recorder:
         if row.judged:
             return
         row.judged = True
-        rows = row.settle()
+        row.settle()
         loss = row.loss if row.losses or row.losses_elsewhere else None
-        norm = total_norm(rows)
         if self._blackbox is not None:
-            self._blackbox.ended(row.number, loss, norm, any_nonfinite(rows), row.full)
+            self._blackbox.ended(row.number, loss, row.norm, row.nonfinite, row.full)
         if self._replay is not None:
-            self._over = self._replay.ended(loss, norm, row.full)
+            self._over = self._replay.ended(loss, row.norm, row.full)
 
     def _store(self, row: Row) -> None:
         assert row.layout is not None
         self._judge(row)
         rows = row.settle()
-        rows[row.missing] = math.nan
+        if row.missing:
+            rows[row.missing] = math.nan
+            row.norm, row.nonfinite = total_norm(rows), any_nonfinite(rows)
         for outcome in row.outcomes:
             if isinstance(outcome, Tensor):
                 self.events.add("step" if bool(outcome) else "skip", row.number)
@@ -543,6 +516,49 @@ class Recorder:
         ids = [number for batch in row.spoilt() for number in bad_samples(batch)]
         ratios = None if row.skipped else row.ratios
         self.writer.append(row.number, values, rows, ratios, skipped=row.skipped, bad_samples=ids, full=row.full)
+
+
+class _Unseen:
+    """What the loop does meanwhile is not its own: torch's functions, or ours."""
+
+    # Classes, since they are entered a dozen times a step and a generator would cost five times as much.
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def __enter__(self) -> None:
+        self._recorder._hidden += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder._hidden -= 1
+
+
+class _Own(_Unseen):
+    """As ``_Unseen``, and the time counts as that of monitoring."""
+
+    def __init__(self, recorder: Recorder, row: Row) -> None:
+        self._recorder, self._row = recorder, row
+
+    def __enter__(self) -> None:
+        self._started = perf_counter()
+        self._recorder._hidden += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder._hidden -= 1
+        self._row.own += perf_counter() - self._started
+
+
+class _Within:
+    """A forward or a backward is under way."""
+
+    def __init__(self, recorder: Recorder, what: str) -> None:
+        self._recorder, self._what = recorder, what
+
+    def __enter__(self) -> None:
+        self._before, self._recorder._inside = self._recorder._inside, self._what
+
+    def __exit__(self, *error: object) -> None:
+        self._recorder._inside = self._before
 
 
 def _memory_reader(device: torch.device) -> Callable[[], float]:

@@ -63,6 +63,8 @@ class Row:
     memory: float = 0.0
     # What `settle` reads.
     rows: NDArray[np.float64] | None = None
+    norm: float = math.nan
+    nonfinite: bool = False
     loss: float = math.nan
     bad_batches: list[Any] = field(default_factory=list)  # with a loss that is not finite
     judged: bool = False  # whether black box and replay were told
@@ -87,6 +89,7 @@ class Row:
             self.rows = self.measured.rows
             if (scale := float(self.measured_scale)) != 1:
                 self.rows[:, GROWING] /= scale
+            self.norm, self.nonfinite = total_norm(self.rows), any_nonfinite(self.rows)
             # Another model's loss is not this one's; a lone one may be.
             losses = [(float(loss) / float(self.scale), batch) for loss, batch in self.losses or self.losses_elsewhere]
             if len(losses) == len(self.batches):  # of which some may have been fetched ahead
@@ -114,17 +117,18 @@ class Row:
 
     def spoilt(self) -> list[Any]:
         """Return the batches to blame for numbers that are not finite."""
-        if self.bad_batches or not any_nonfinite(self.settle()):
+        self.settle()
+        if self.bad_batches or not self.nonfinite:
             return self.bad_batches
         # A scaler that left the step out blames its scale.
         return [] if self.skipped and float(self.scale) != 1 else self.batches
 
     def values(self) -> dict[str, float]:
-        """Return the numbers of the table of steps."""
+        """Return the numbers of the table of steps, once it is settled."""
         return {
             "loss": self.loss,
             "lr": self.lr,
-            "grad_norm": total_norm(self.settle()),
+            "grad_norm": self.norm,
             "effective_batch": max(self.samples.values(), default=0),
             "step_time": self.step_time,
             "data_time": self.data_time,

@@ -27,7 +27,7 @@ Rows = NDArray[np.float64]
 # The order of the numbers in a row; `observe.trace` stores rows as they are.
 COLUMNS = ("mean", "max", "min", "norm", "nonzero", "nonfinite")
 BLOCK = 131072  # elements: 512 kB of float32, half of a core's own cache
-SMALL, FEW = 10_000, 8  # elements: below, joining costs less than calling; for so few tensors it does not
+SMALL = 10_000  # elements: below, joining two tensors costs less than calling for each
 # Each row of so many elements has a sum of its own, for two reasons: a float32 sum keeps its digits, and a BLAS that
 # shares a dot product among threads (OpenBLAS above 10,000 elements) makes the training wait for the monitor.
 ROW = 2048
@@ -81,6 +81,9 @@ class Statistics(threading.local):
         sharded one (DTensor) as the part that lies on this rank. Complex values count as pairs of real ones.
         """
         rows, small, large, pending = _sort(tensors)
+        if len(small) == 1:
+            large |= {place: (values, values.size) for place, values in small.items()}
+            small = {}
         with np.errstate(all="ignore"):
             for places, arrays in _groups(small):
                 rows[places] = self._rows(arrays)
@@ -101,9 +104,10 @@ class Statistics(threading.local):
         rows, small, large, pending = _sort(tensors)
         with np.errstate(all="ignore"):
             for place, values in small.items():
-                rows[place, 3:6:2] = _norm(values, sum(_squares(values)))
+                rows[place, 3], rows[place, 5] = _norm(values, float(np.dot(values, values)))  # as `_squares` does
             for place, (values, _) in large.items():
-                rows[place, 3:6:2] = _norm(values, sum([s for block in _blocks(values) for s in _squares(block)]))
+                squares = [s for block in _blocks(values) for s in _squares(block)]
+                rows[place, 3], rows[place, 5] = _norm(values, sum(squares))
         return Measured(rows, pending)
 
     def describe(self, tensors: Sequence[Tensor | None]) -> Rows:
@@ -245,13 +249,20 @@ def _update_ratio(before: Tensor, after: Tensor) -> float:
     if before.stride() != after.stride():  # else both are read in the same order
         before, after = before.contiguous(), after.contiguous()
     old, new = flat(before)[0], flat(after)[0]
-    change = size = 0.0
     with np.errstate(all="ignore"):
-        for was, now in zip(_blocks(old), _blocks(new), strict=True):
-            was = was.astype(np.float64)  # float32 squares of small updates would vanish
-            step = now - was
-            change, size = change + sum(_squares(step)), size + sum(_squares(was))
+        change, size = _change(old, new)
+        if not (TINY < change < HUGE and TINY < size < HUGE):  # float32 squares of small updates would vanish
+            change, size = _change(old, new, np.float64)
     return math.sqrt(change / size) if size > 0 and change >= 0 else math.nan
+
+
+def _change(before: Values, after: Values, kind: type[np.floating] = np.float32) -> tuple[float, float]:
+    """Return the sums of squares of after − before and of before, in numbers at least so wide."""
+    change = size = 0.0
+    for was, now in zip(_blocks(before), _blocks(after), strict=True):
+        was = was.astype(np.result_type(was, kind), copy=False)
+        change, size = change + sum(_squares(now - was)), size + sum(_squares(was))
+    return change, size
 
 
 def flat(tensor: Tensor) -> tuple[Values, int]:
@@ -294,9 +305,6 @@ def _sort(
         small = {p: v for p, (v, size) in large.items() if 0 < v.size == size <= SMALL and v.dtype is FLOAT32}
         large = {place: found for place, found in large.items() if place not in small}
         pending = accelerator.reduce({p: tensor for p, tensor in given.items() if not _is_here(tensor)})
-    if len(small) <= FEW:
-        large |= {place: (values, values.size) for place, values in small.items()}
-        small = {}
     return rows, small, large, pending
 
 

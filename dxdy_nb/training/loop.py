@@ -127,7 +127,7 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
         if begin.state:
             begin.state.restore(parts.states, s, code)
         steps = windows(parts.loader, config.accumulation_steps, parts.total, begin.step)
-        budget = None if s.is_main else 0.03  # every rank has the same gradients: one measures all of them
+        budget = None if s.world_size == 1 else 0.03  # a net that is worth several ranks is dear to measure in full
         first = begin.step if begin.resumed else None
         with Watch(parts.model, parts.optimizer, folder, budget, blackbox=BlackBox(folder), first=first):
             for step, window in enumerate(progress(steps, parts.total, begin.step), start=begin.step + 1):
