@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import importlib.metadata
 import io
 import json
 import os
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dxdy", description=DESCRIPTION)
+    parser.add_argument("--version", action=_Version, nargs=0, help="say which dxdy_nb and which torch this is")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     lab = _command(commands, "lab", _lab, "open the workbook in JupyterLab", "dxdy lab --no-browser")
@@ -141,6 +143,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     env.add_argument("--json", action="store_true", help="print the lines, and the facts behind them, as JSON")
     return parser
+
+
+class _Version(argparse.Action):
+    """Tells the versions when it is asked, without waiting for torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        print(", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("dxdy_nb", "torch")))
+        parser.exit()
 
 
 def _add_sweep(commands: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -57,6 +58,13 @@ def test_a_lesson_runs_with_parameters_and_its_results_are_kept(workbook: Path, 
         "lr": 0.001,
     }
     assert (folder / "environment.json").exists()
+
+
+def test_the_version_is_told_with_that_of_torch(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"dxdy_nb \d+\.\d+\.\d+, torch \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
 def test_json_is_for_programs(workbook: Path, capsys: pytest.CaptureFixture) -> None:
