@@ -30,7 +30,7 @@ from dxdy_nb.errors import DxdyError, in_a_line
 from dxdy_nb.nested import tensors_in
 from dxdy_nb.observe.observer import watch
 from dxdy_nb.ranks.failure import RankError
-from dxdy_nb.ranks.pool import launch
+from dxdy_nb.ranks.pool import cores_for, launch
 from dxdy_nb.ranks.session import leave
 from dxdy_nb.ranks.shipping import packed
 from dxdy_nb.ranks.verify import verify_ranks
@@ -81,7 +81,7 @@ def preflight(
     ------
     DxdyError
         ``make`` raises, returns something else, cannot be sent to another process, or gives no loader or a used-up one;
-        the folder cannot be written or holds a run.
+        more ranks than this machine can carry; the folder cannot be written or holds a run.
 
     Examples
     --------
@@ -96,8 +96,7 @@ def preflight(
     bare = isinstance(make, Mapping)
     if not bare and not callable(make):
         raise DxdyError(f"preflight: make is a function or a dictionary of keywords, got {type(make).__name__}.")
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise DxdyError(f"preflight: world_size is a number of ranks from 1 on, got {world_size!r}.")
+    cores_for(world_size)
     if isinstance(time_limit, bool) or not isinstance(time_limit, (int, float)) or not time_limit > 0:
         raise DxdyError(f"preflight: time_limit is a number of seconds above 0, got {time_limit!r}.")
     began = time.monotonic()

@@ -108,14 +108,26 @@ def _threads(world_size: int) -> int:
     """
     if os.name != "posix":
         raise DxdyError("launch: needs Linux or macOS; with dx.session() the same function runs under torchrun.")
-    cores = usable_cores()
-    most = max(8, 4 * cores)
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or not 1 <= world_size <= most:
-        raise DxdyError(f"launch: expected world_size from 1 to {most} on {cores} cores, got {world_size!r}.")
+    cores = cores_for(world_size)
     if world_size > cores:
         text = f"{world_size} ranks share {cores} cores: the results are the same, and no time is won."
         warnings.warn(f"launch: {text}", stacklevel=3)
     return threads_each(world_size)
+
+
+def cores_for(world_size: int) -> int:
+    """Return how many cores so many ranks would share.
+
+    Raises
+    ------
+    DxdyError
+        They are more than these can carry.
+    """
+    cores = usable_cores()
+    most = max(8, 4 * cores)
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or not 1 <= world_size <= most:
+        raise DxdyError(f"launch: expected world_size from 1 to {most} on {cores} cores, got {world_size!r}.")
+    return cores
 
 
 def usable_cores() -> int:
