@@ -218,6 +218,46 @@ def test_a_damaged_result_says_how_its_run_goes_on(stopped, text):
     assert dx.train(BASE, out=folder, resume=True).status == "completed"
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("trace.json", lambda data: data[:50], "does not describe a trace"),
+        ("trace.bin", lambda data: b"\0" + data[1:], "does not begin as a trace does"),
+        (
+            "trace.bin",
+            lambda data: data[: len(data) // 4] + b"\7" + data[len(data) // 4 + 1 :],
+            "damaged behind step 2",
+        ),
+        ("trace.json", None, "is missing"),
+    ],
+)
+def test_a_damaged_trace_says_how_its_run_goes_on_and_is_not_lost(stopped, name, change, said):
+    folder = stopped()
+    path = folder / name
+    if change is None:
+        path.unlink()
+    else:
+        path.write_bytes(change(path.read_bytes()))
+    before = {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()}
+    with pytest.raises(dx.DxdyError, match=said) as raised:
+        dx.train(BASE, out=folder, resume=True)
+    assert {one.name: one.read_bytes() for one in folder.iterdir() if one.is_file()} == before
+    subprocess.run(str(raised.value).splitlines()[-1], shell=True, check=True)  # the command that it names
+    resumed = dx.train(BASE, out=folder, resume=True)
+    assert resumed.status == "completed" and [*resumed.steps.index] == [*range(10, 17)]
+    kept = {one.name: one.read_bytes() for one in (folder / "damaged-trace").iterdir()}
+    assert kept == {one: data for one, data in before.items() if one.startswith("trace.")}
+
+
+def test_a_trace_that_is_damaged_behind_the_checkpoint_is_cut_there(stopped):
+    folder = stopped()
+    data = bytearray((folder / "trace.bin").read_bytes())
+    data[-20] ^= 1
+    (folder / "trace.bin").write_bytes(data)
+    with pytest.warns(RuntimeWarning, match="can be trusted"):
+        assert [*dx.train(BASE, out=folder, resume=True).steps.index] == [*range(17)]
+
+
 def test_new_checkpoints_are_kept_beside_later_ones_that_are_damaged(stopped):
     folder = stopped() / checkpoint.FOLDER
     state = checkpoint.newest(folder)

@@ -398,6 +398,29 @@ def read(folder: str | Path) -> Trace:
     return Reader(folder).update()
 
 
+def check(folder: Path, first: int) -> None:
+    """Refuse a trace that would lose records from before a step if it went on from there: what lies behind a damage.
+
+    Raises
+    ------
+    DxdyError
+        A file is missing or damaged.
+    """
+    described, path = folder / "trace.json", folder / _file_name(0)
+    if not described.exists():
+        if path.exists() and path.stat().st_size > HEADER:
+            raise DxdyError(f"{described}: is missing, and {path.name} cannot be read without it.")
+        return
+    for number, layout in enumerate(_read_layouts(described)):
+        path = folder / _file_name(number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            records, rest = _records(path, HEADER, layout)
+        last = int(records["head"][-1, 0]) if len(records) else -1
+        if rest >= layout.record.itemsize and last < first - 1:
+            raise DxdyError(f"{path}: is damaged behind step {last}." if len(records) else f"{path}: is damaged.")
+
+
 def glance(folder: Path) -> Trace:
     """Return a trace of which only what is asked for is read: for the steps of many runs, or of a long one.
 

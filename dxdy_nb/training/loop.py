@@ -60,7 +60,7 @@ def train(
         The folder cannot be written or holds a run; the device is not there, or cannot compute in the precision; no
         parameter is one for the optimizer; an epoch has fewer batches than are to be accumulated; a data file is
         damaged; a launcher has started another number of ranks. With ``resume``: a process still trains there; the
-        configuration or the model is another one; all checkpoints are damaged.
+        configuration or the model is another one; all checkpoints are damaged, or the trace is.
 
     Examples
     --------

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from torch import nn
 
 from dxdy_nb.config import RunConfig
 from dxdy_nb.errors import DxdyError
+from dxdy_nb.observe import trace
 from dxdy_nb.ranks.session import Session
 from dxdy_nb.runs.folder import FILES, RANKS, folder_of, held, new_folder
 from dxdy_nb.runs.record import Run, read_result, take_over
@@ -59,7 +61,7 @@ def start(config: RunConfig, out: str | Path | None, resume: bool, allow_changes
     ------
     DxdyError
         The folder cannot be written or holds something else; its run still goes on, or was configured otherwise; all
-        its checkpoints are damaged.
+        its checkpoints are damaged, or its trace is.
     """
     taken = [name for name in FILES if resume and os.path.exists(folder_of(out, "out") / name)]
     if not taken:
@@ -82,7 +84,21 @@ def start(config: RunConfig, out: str | Path | None, resume: bool, allow_changes
     completed = result["status"] == "completed" and not changes
     if state and completed:  # its last checkpoint may be damaged: then what lies behind the one before is made again
         completed = state.step == max(_validated(result), default=state.step)
+    for place in () if completed else (folder, *folder.glob(f"{RANKS}/rank*/")):
+        _check_trace(place, state.step if state else 0)
     return Start(folder, state, True, completed, changes)
+
+
+def _check_trace(folder: Path, step: int) -> None:
+    try:
+        trace.check(folder, step)
+    except DxdyError as error:
+        aside, here = shlex.quote(str(folder / "damaged-trace")), shlex.quote(str(folder))
+        raise DxdyError(
+            f"resume: {error} The run can go on from step {step} without this record of the steps before. Set it "
+            f"aside, where what is whole of it can still be read, and resume again:\nmkdir {aside} && "
+            f"mv {here}/trace.* {aside}"
+        ) from None
 
 
 def _validated(result: Mapping[str, Any]) -> list[int]:
