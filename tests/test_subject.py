@@ -281,6 +281,76 @@ def test_a_loss_that_is_lost_is_told_where_nothing_could_be_tried():
     assert f"not finite, first at step {first}," in str(report)
 
 
+def _lost(loss_of, at=0, steps=32, update=lambda optimizer, loss: optimizer.step()):
+    """Train a line under watch by a loss that is written out, from step ``at`` on ``loss_of``; return what is found."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(4 * steps, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch(model, optimizer) as w:
+        for step, (a,) in enumerate(DataLoader(TensorDataset(x), 4)):
+            out = model(a)
+            loss = loss_of(out) if step >= at else ((out - 1) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            update(optimizer, loss)
+    return [(e.stage, e.cause, e.where, e.evidence) for e in w.diagnose().errors]
+
+
+@pytest.mark.parametrize(
+    ("operation", "loss_of"),
+    [
+        ("exp", lambda out: torch.exp(out * 1e5 + 1e5).mean()),
+        ("div", lambda out: ((out + 1) / (out - out.detach())).mean()),
+    ],
+)
+def test_a_loss_that_is_written_out_and_overflows_is_an_error_of_the_loss(operation, loss_of):
+    ((stage, cause, where, evidence),) = _lost(loss_of)
+    assert (stage, cause, where) == ("loss", "loss-not-finite", "step 0")
+    assert all(f"{part} are finite" in evidence for part in ("inputs and targets", "outputs", "parameters"))
+    assert evidence.endswith(f"the first operation whose result is not finite is {operation}")
+
+
+def test_a_logarithm_of_zero_is_named_in_a_loss_that_no_function_made():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 3), 1e4 * torch.randn(64, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch(model, optimizer) as w:
+        for a, y in DataLoader(TensorDataset(x, torch.eye(3).repeat(22, 1)[:64]), 8):
+            p = model(a).softmax(1)
+            loss = (-(y * torch.log(p))).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (error,) = w.diagnose().errors
+    assert (error.stage, error.cause, error.where) == ("loss", "log-of-zero", "step 0")
+    assert error.evidence.startswith("step 0: the loss is nan; inputs and targets are finite")
+
+
+def test_a_loss_that_is_lost_behind_the_first_steps_is_found_in_the_record():
+    ((stage, cause, where, evidence),) = _lost(lambda out: torch.exp(out + 1e3).mean(), at=28)
+    assert (stage, cause, where) == ("loss", "loss-not-finite", "step 28")
+    assert evidence.startswith("step 28: the loss is inf; losses before it: 0.")
+
+
+def test_a_loop_that_leaves_out_a_loss_that_is_not_finite_misses_no_step():
+    left_out = _lost(lambda out: torch.exp(out + 1e3).mean(), update=lambda o, loss: loss.isfinite() and o.step())
+    assert [cause for _, cause, *_ in left_out] == ["loss-not-finite"]
+
+
+def test_a_loss_that_a_scaler_has_scaled_too_far_is_none_that_is_lost():
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(256, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch(model, optimizer) as w:
+        for (a,) in DataLoader(TensorDataset(x), 4):
+            optimizer.zero_grad()
+            scaler.scale(((model(a) - 1e5) ** 2).mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert w.steps["loss"].map(math.isinf)[0] and w.diagnose().healthy
+
+
 def _classes(loss, step=lambda optimizer, closure: (closure(), optimizer.step()), optimizer=torch.optim.Adam):
     """Train on three classes under watch, and return the report."""
     model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))

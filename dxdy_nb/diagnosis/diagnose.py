@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dxdy_nb.autograd.copies import random_states
-from dxdy_nb.diagnosis import backward, crash, data, forward, loss, reproduce, update
+from dxdy_nb.diagnosis import backward, crash, data, forward, loss, lost, reproduce, update
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, Report, ordered
 from dxdy_nb.diagnosis.repro import save
@@ -96,6 +96,8 @@ def report_on(experiment: Experiment) -> Report:
     """Return the report of all rules on what was seen."""
     began = time.monotonic()
     findings, unchecked = judged(experiment)
+    if not any(finding.severity == "error" for finding in findings):
+        findings += (with_trial(finding, lost.heard, experiment) for finding in lost.heard(experiment))
     return Report(tuple(ordered(findings)), saw(experiment), tuple(unchecked), time.monotonic() - began)
 
 

@@ -299,7 +299,7 @@ FIXES = (
     Fix("zero-gradient round-kills-gradient", "rounding with a straight-through gradient",
         _forward(_inside(ROUNDING))),
     Fix("nonfinite-activation nan-gradient", BOUNDED, _forward(_inside(DOMAINS))),
-    Fix("log-of-zero nan-gradient", f"{BOUNDED} in the loss", _loss(_inside(DOMAINS))),
+    Fix("log-of-zero loss-not-finite nan-gradient", f"{BOUNDED} in the loss", _loss(_inside(DOMAINS))),
     Fix("causal-leak", "attention with is_causal=True", _forward(_inside(CAUSAL))),
     Fix("squeeze-batch-dim", "the axis of the samples kept", _kept_axis),
     Fix("unregistered-list", "nn.ModuleList or nn.ModuleDict, and its weights optimized", _registered),

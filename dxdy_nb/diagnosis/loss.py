@@ -586,6 +586,8 @@ def not_a_number(experiment: Experiment) -> Iterator[Finding]:
             return
         if not step.losses or math.isfinite(float(step.losses[-1].output)) or _overflows(out):
             return
+        if step.lost is not None and step.lost.operation not in ("", "log"):
+            return  # it is known, and another
         reading = experiment.reading
         ignored = _signed(getattr(reading.node, "_saved_ignore_index", -100)) if reading is not None else -100
         labels = [t for t in (step.losses[-1].args[1:2]) if torch.is_tensor(t) and not t.is_floating_point()]

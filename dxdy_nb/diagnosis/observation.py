@@ -55,6 +55,15 @@ class Root:
 
 
 @dataclass
+class Lost:
+    """A loss that is not finite, as a backward began at it."""
+
+    value: float
+    operation: str  # the first on the way to it whose result cannot be finite, where that can be told
+    parameters: tuple[str, ...]  # that are not finite
+
+
+@dataclass
 class Seen:
     """A parameter at an optimizer's step."""
 
@@ -103,6 +112,7 @@ class Step:
     key: int = 0  # of its batch: equal batches have equal keys
     clips: list[tuple[float, float, bool]] = field(default_factory=list)  # norm, bound, whether still scaled
     value: float = math.nan  # of the loss
+    lost: Lost | None = None
     error: BaseException | None = None
     graphs: int = 0  # of earlier steps that are alive after this one
     passed: tuple[str, ...] = ()  # where an error came from: names of functions, the outermost first

@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,26 @@ def graph_nodes(tensor: Tensor, end: Any = None) -> list[Any]:
         order.append(node)
         todo += [child for child, _ in node.next_functions]
     return order
+
+
+# Operations that make no finite number of finite ones, and when.
+BREAKS: dict[str, Callable[[Any], Any]] = {
+    "Log": lambda node: node._saved_self <= 0,
+    "Exp": lambda node: node._saved_result.isinf(),
+    "Sqrt": lambda node: node._saved_result.isnan(),
+    "Div": lambda node: node._saved_other == 0,
+    "Pow": lambda node: ~(node._saved_self**node._saved_exponent).isfinite(),
+}
+
+
+def breaking(nodes: list[Any]) -> str:
+    """Return the operation that makes no finite number of what it is given, the nearest to the model; "" for none."""
+    for node in reversed(nodes):
+        name = operation_of(node.__class__)
+        with suppress(AttributeError, TypeError):  # it keeps nothing of this kind
+            if name in BREAKS and bool(torch.as_tensor(BREAKS[name](node)).any()):
+                return name.lower()
+    return ""
 
 
 def is_shaping(node: Any) -> bool:

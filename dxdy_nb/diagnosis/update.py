@@ -39,7 +39,7 @@ def no_update(experiment: Experiment) -> Iterator[Finding]:
     patience = max(FEW, subject.accumulation_steps)
     if seen.updates or seen.moved or len(backwards) <= patience or not any(b.reached for b in backwards):
         return
-    if "skip" in seen.events:
+    if "skip" in seen.events or any(step.lost for step in seen.steps):  # a loop may leave out what it cannot use
         return
     manual = not subject.all_optimizers or "zero_grad" not in seen.events
     yield found(

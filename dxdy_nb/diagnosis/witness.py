@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.observation import Backward, Call, Observation, Root, Seen, Step, Update, output_of
-from dxdy_nb.diagnosis.reading import graph_nodes, is_shaping, kind_of
+from dxdy_nb.diagnosis.observation import Backward, Call, Lost, Observation, Root, Seen, Step, Update, output_of
+from dxdy_nb.diagnosis.reading import breaking, graph_nodes, is_shaping, kind_of
 from dxdy_nb.diagnosis.sameness import batch_key, equal, is_plain
 from dxdy_nb.diagnosis.sequel import Sequel, owned_by
 from dxdy_nb.diagnosis.subject import Subject
@@ -23,6 +23,7 @@ from dxdy_nb.diagnosis.written import WrittenLoss, given_to_raise, is_multiple
 from dxdy_nb.nested import detached, tensors_in
 from dxdy_nb.observe.batches import Fetches, likeness
 from dxdy_nb.observe.hooks import listening
+from dxdy_nb.observe.row import is_loss
 
 BACK = 0.08  # of the way from the first weights that is left after somebody wrote: learning was undone
 
@@ -328,6 +329,8 @@ class Witness:
             del marker
         if self._may_hold and self.step.index < 2 * KEPT and self.step.root is None:
             self._read(root)
+        if not (scaled or self._in_step) and is_loss(root) and not math.isfinite(_number(root)):
+            self._lose(root)  # a closure may try how far it can go
         self._in_backward = True
         try:
             yield
@@ -342,6 +345,15 @@ class Witness:
         name = "" if root.grad_fn is None else type(root.grad_fn).__name__
         multiple = bool(self.step.losses) and is_multiple(root, self.step.losses[-1].output)
         self.step.backwards.append(Backward(value, name, repeated, reached, share, multiple, strangers))
+
+    def _lose(self, root: Tensor) -> None:
+        """Note what can be told of a loss that is not finite."""
+        if any(step.lost for step in self.seen.steps):
+            return
+        out = output_of(self.step)
+        spoilt = [n for n, p in self.subject.parameters.items() if not bool(torch.isfinite(p.detach()).all())]
+        nodes = graph_nodes(root, None if out is None else out.grad_fn)
+        self.step.lost = Lost(_number(root), breaking(nodes), tuple(spoilt))
 
     def _read(self, root: Tensor) -> None:
         """Note what the loss is, and have its gradient at the output noted when that is known."""

@@ -1,6 +1,7 @@
 """``dx.watch``: any training loop under observation; the loop is not changed, and neither is its result."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -148,6 +149,7 @@ class Watch:
             The loop is still under way; or every step was measured in full (``budget=None``), and nothing kept that
             a judgement needs.
         """
+        from dxdy_nb.diagnosis import lost
         from dxdy_nb.diagnosis.watched import judge
 
         if self.active:
@@ -157,7 +159,8 @@ class Watch:
                 "diagnose: this watch kept only numbers (budget=None). Watch with a budget, or call "
                 "dx.diagnose(model=..., loss_fn=..., loader=..., optimizer=...)."
             )
-        return judge(self._witness, time_limit)
+        report = judge(self._witness, time_limit)
+        return report if report.errors else replace(report, findings=(*report.findings, *lost.recorded(self)))
 
     @property
     def _known(self) -> Recorder:
