@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dxdy_nb.config import parse_assignments
-from dxdy_nb.errors import DxdyError, in_a_line, suggestion
+from dxdy_nb.errors import DxdyError, counted, in_a_line, suggestion
 
 if TYPE_CHECKING:
     from dxdy_nb.runs import lessons
@@ -271,7 +271,8 @@ def _sweep(options: argparse.Namespace) -> int:
     planned = sweep.plan(options.target, sweep.parse_grid(options.grid), parse_assignments(options.parameter))
     out = new_folder(f"{Path(options.target).stem}-sweep", options.out)
     print(
-        f"dxdy sweep: {len(planned)} runs in {out}; the same command with --out {shlex.quote(str(out))} goes on",
+        f"dxdy sweep: {counted(len(planned), 'run')} in {out}; "
+        f"the same command with --out {shlex.quote(str(out))} goes on",
         file=sys.stderr,
     )
     done = sweep.run_all(planned, out, jobs=options.jobs, limits=limits)

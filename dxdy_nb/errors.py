@@ -35,6 +35,18 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things in words.
+
+    Examples
+    --------
+    >>> counted(1, "epoch"), counted(1200, "step"), counted(0, "batch")
+    ('1 epoch', '1,200 steps', '0 batches')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def in_a_line(error: BaseException) -> str:
     r"""Return an exception as one line: what it is, what it says, and the last line of the reader's that it passed.
 

@@ -62,7 +62,7 @@ def test_steps_that_the_events_do_not_tell_of_are_left_out() -> None:
     [
         ([], "Waiting for data: 75 % of the time; a fetch takes 30 ms of 40 ms a step."),
         ([loader()], "The loop itself makes each batch (num_workers=0)"),
-        ([loader(2)], "Its 2 workers do not keep up"),
+        ([loader(2)], "With 2 workers it cannot keep up"),
         ([loader(), loader(2)], "of 40 ms a step."),  # which of them is slow is not known
     ],
 )
@@ -172,7 +172,7 @@ def test_the_time_of_the_watch_itself_is_no_phase() -> None:
 
 def test_few_steps_tell_nothing() -> None:
     found = bottleneck(record(table(5, data=1.0)))
-    assert (found.name, found.sentence) == ("unknown", "5 steps are too few to tell what takes the time.")
+    assert (found.name, found.sentence) == ("unknown", "5 steps: too few to tell what takes the time.")
     assert bottleneck(record(table(6, data=1.0))).name == "data"
     assert bottleneck(record(table(0))).name == "unknown"
 

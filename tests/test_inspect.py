@@ -381,7 +381,7 @@ def test_a_counter_that_goes_back_is_a_resume_and_steps_made_twice_are_compared(
     steps = [*range(400), *range(300, 500)]
     finding = next(f for f in of(here, y, steps) if f.cause == "resumed-earlier")
     assert "the counter goes from 399 back to 300" in finding.evidence
-    assert f"the loss is {y[300:400].mean():.4g} and then 0.9 in the 100 steps that were made twice" in finding.evidence
+    assert f"the loss is {y[300:400].mean():.4g} and then 0.9 in 100 steps that it made twice" in finding.evidence
     assert of(here, curve(np.random.default_rng(0)), [i % 50 for i in range(400)]) == ()  # the step within an epoch
 
 

@@ -84,7 +84,7 @@ def test_a_loader_that_is_late_is_named():
 
 def test_more_ranks_than_cores_are_told_so(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
-    assert explain_scaling(both()).advice[-1].startswith("2 ranks on 1 cores win nothing, where they train on CPUs")
+    assert explain_scaling(both()).advice[-1].startswith("2 ranks on 1 core win nothing, where they train on CPUs")
 
 
 def test_without_torchs_own_times_the_rest_is_told():

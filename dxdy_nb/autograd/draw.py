@@ -27,7 +27,7 @@ from dxdy_nb.autograd.fold import MOST, Part, folded, merged, single
 from dxdy_nb.autograd.formulas import RESHAPING, formula_of, is_elementwise
 from dxdy_nb.autograd.graph import Cut, Edge, Graph, Node
 from dxdy_nb.autograd.layout import Arrow, Box, Diagram
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 
 FOLD_ABOVE = 60  # boxes in a picture
 FOLD_TEXT_ABOVE = 200  # lines of text
@@ -452,12 +452,8 @@ def _part_rows(graph: Graph, parts: list[Part]) -> Iterable[tuple[str, ...]]:
 
 def _contents(graph: Graph, part: Part) -> str:
     leaves = _leaves_of(graph, part)
-    words = _counted(len(part.nodes), "operation")
-    return f"{words}, {_counted(len(leaves), 'leaf').replace('leafs', 'leaves')}" if leaves else words
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
+    words = counted(len(part.nodes), "operation")
+    return f"{words}, {counted(len(leaves), 'leaf').replace('leafs', 'leaves')}" if leaves else words
 
 
 def _listed(names: Sequence[str], most: int) -> str:

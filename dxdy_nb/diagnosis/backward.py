@@ -18,7 +18,7 @@ from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.sameness import replaced
 from dxdy_nb.diagnosis.subject import preserved
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.nested import tensors_in
 
 SQUARED = 1.8e19  # the largest number whose square is a float32
@@ -38,7 +38,8 @@ def no_backward(experiment: Experiment) -> Iterator[Finding]:
     yield found(
         "backward-missing",
         "the training step",
-        f"{len(steps)} steps, {len(experiment.seen.updates)} optimizer steps, no backward; every gradient is None and "
+        f"{counted(len(steps), 'step')}, {counted(len(experiment.seen.updates), 'optimizer step')}, no backward; "
+        "every gradient is None and "
         "no parameter moved",
     )
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from dxdy_nb.diagnosis.report import Finding, Report, Severity, found, listed
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 
 KINDS = {  # what tells a state by its keys
     "optimizer": {"state", "param_groups"},
@@ -156,14 +156,17 @@ def _saw(parts: Sequence[Part]) -> Iterator[tuple[str, str]]:
         if part.kind == "weights":
             kinds = Counter(str(t.dtype).removeprefix("torch.") for t in state.values())
             words = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
-            yield name, f"{len(state)} tensors, {sum(t.numel() for t in state.values()):,} values: {words}"
+            yield (
+                name,
+                f"{counted(len(state), 'tensor')}, {counted(sum(t.numel() for t in state.values()), 'value')}: {words}",
+            )
         elif part.kind == "optimizer":
             for number, group in enumerate(state["param_groups"]):
                 settings = [f"{k} {group[k]}" for k in ("lr", "betas", "momentum", "weight_decay") if k in group]
-                yield f"{name} group {number}", f"{len(group['params'])} parameters, {', '.join(settings)}"
+                yield f"{name} group {number}", f"{counted(len(group['params']), 'parameter')}, {', '.join(settings)}"
             steps = sorted({int(s) for s in _steps(part).values()})
             with_state = sum(map(_has_tensor, state["state"].values()))
-            yield name, f"{with_state} parameters with state, steps {listed(steps) or 'not counted'}"
+            yield name, f"{counted(with_state, 'parameter')} with state, steps {listed(steps) or 'not counted'}"
         else:
             plain = {k: v for k, v in state.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
             yield name, ", ".join(f"{k.strip('_')} {v:g}" for k, v in plain.items())
@@ -288,7 +291,8 @@ def _optimizer(part: Part, names: Names) -> Iterator[Finding]:
 def _not_owned(optimizer: Part, weights: Part) -> Iterator[Finding]:
     owned, there = sum(len(g["params"]) for g in optimizer.state["param_groups"]), len(_parameters(weights))
     if owned < there:
-        words = f"it owns {owned} parameters, and {there} tensors are saved: some are buffers, or frozen, or forgotten"
+        words = f"it owns {counted(owned, 'parameter')}, and {there} tensors are saved: "
+        words += "some are buffers, or frozen, or forgotten"
         yield optimizer.found("not-in-optimizer", words)
 
 

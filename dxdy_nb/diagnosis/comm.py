@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dxdy_nb.diagnosis.report import Finding, Stage, found, listed
+from dxdy_nb.errors import counted
 from dxdy_nb.ranks.failure import LOST
 from dxdy_nb.ranks.log import Event, named
 from dxdy_nb.ranks.verify import Ranks, differing, is_number, windows
@@ -76,7 +77,7 @@ def doing(log: Sequence[Event]) -> str:
     if event.get("event") == "backward":
         return f"waits in its backward number {number}"
     if not event and log and any(e["event"] == "end" for e in log):
-        return f"has left, after {number} backwards"
+        return f"has left, after {counted(number, 'backward')}"
     return DOING.get(event.get("event", ""), ("comm", "runs its own code"))[1]
 
 
@@ -332,7 +333,7 @@ def schedules(ranks: Ranks) -> Iterator[Finding]:
     for number in {e["number"] for e in ranks.all("schedule")[0]}:
         steps = [sum(e["event"] == "schedule" and e["number"] == number for e in p) for p in pieces]
         if len(steps) > 1 and set(steps) == {world}:
-            seen = f"{world} scheduler steps for each of {len(steps)} updates"
+            seen = f"{world} scheduler steps for each of {counted(len(steps), 'update')}"
             yield found("scheduler-times-world", "scheduler", seen)
 
 

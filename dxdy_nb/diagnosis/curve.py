@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from dxdy_nb.diagnosis.report import Finding, Report, Severity, found, listed
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 PERIODS = 6  # fewer are no rhythm
@@ -170,7 +170,7 @@ def _not_finite(curve: Curve) -> Iterator[Finding]:
         return
     first, stays = int(bad[0]), len(bad) == len(curve.losses) - bad[0]
     before = ", ".join(f"{value:.4g}" for value in curve.losses[max(0, first - 10) : first]) or "none"
-    after = "and in every row after it" if stays else f"in {len(bad)} rows, with finite ones after it"
+    after = "and in every row after it" if stays else f"in {counted(len(bad), 'row')}, with finite ones after it"
     words = f"{curve.losses[first]} first at step {curve.steps[first]:.15g}, {after}; the rows before: {before}"
     yield curve.found("loss-not-finite", first, words, error=stays)
 
@@ -184,7 +184,7 @@ def _restarted(curve: Curve) -> Iterator[Finding]:
             if len(again)
             else (curve.losses[row - 1], curve.losses[row])
         )
-        made = f" in the {len(again)} steps that were made twice" if len(again) else ""
+        made = f" in {counted(len(again), 'step')} that it made twice" if len(again) else ""
         yield curve.found("resumed-earlier", row, f"{words}; the loss is {old:.4g} and then {new:.4g}{made}")
 
 
@@ -263,9 +263,12 @@ def _jumps(curve: Curve) -> Iterator[Finding]:
                 int(np.argmax(y[start + int(np.argmax(y[start:end])) :] <= (level + top) / 2)),
             )
             ends = f"back at step {curve.steps[end]:.15g}" if end < len(y) else f"{last:.4g} when the table ends"
-            words += f", half of it gone after {half} rows, {ends}"
+            words += f", half of it gone after {counted(half, 'row')}, {ends}"
         else:
-            cause, words = "loss-steps-up", f"{words}; {len(y) - start} rows later, at the end, {_level(last)}"
+            cause, words = (
+                "loss-steps-up",
+                f"{words}; {counted(len(y) - start, 'row')} later, at the end, {_level(last)}",
+            )
         kinds.setdefault(cause, []).append((start, words))
     for cause, seen in kinds.items():
         gaps = np.diff([start for start, _ in seen])

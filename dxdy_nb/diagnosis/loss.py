@@ -15,6 +15,7 @@ from dxdy_nb.diagnosis.probes import Experiment, set_lr
 from dxdy_nb.diagnosis.reading import KINDS, Calls, Reading, bounds
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import equal, replaced
+from dxdy_nb.errors import counted
 from dxdy_nb.nested import tensors_in
 
 CLOSE = 1e-4
@@ -354,8 +355,7 @@ def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
                 "label-out-of-range",
                 "targets",
                 f"labels reach from {min(int(y.min()) for y in bad)} to {max(int(y.max()) for y in bad)}; the output "
-                "has "
-                f"{classes} classes, 0 to {classes - 1}",
+                f"has {counted(classes, 'class')}, 0 to {classes - 1}",
             )
     whole = [y for y in targets if not y.is_floating_point() or bool((y == y.round()).all())]
     if reading.kind == "mse" and len(whole) == len(targets) > 0 and not targets[0].is_floating_point():

@@ -18,7 +18,7 @@ from dxdy_nb.diagnosis.sameness import equal, replaced, same_tensor
 from dxdy_nb.diagnosis.sequel import hooks_on
 from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved
 from dxdy_nb.diagnosis.witness import Witness, recording
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.nested import mapped, tensors_in
 
 EPOCH_BYTES = 256 * 2**20  # of an epoch that are kept for reading
@@ -344,7 +344,7 @@ class Experiment:
                 found = tensors_in(batch)
                 total += sum(t.numel() * t.element_size() for t in found)
                 if number and (total > EPOCH_BYTES or time.monotonic() - began > allowed):
-                    self.seen.notes.append(f"data: only the first {number} batches were read")
+                    self.seen.notes.append(f"data: no more than {counted(number, 'batch')} could be read")
                     return
                 x = found[x_place] if 0 <= x_place < len(found) else None
                 y = found[y_place] if 0 <= y_place < len(found) else None

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.probes import Experiment, usual_loss
 from dxdy_nb.diagnosis.subject import Subject, batches_of, made, preserved, subject_of
-from dxdy_nb.errors import in_a_line
+from dxdy_nb.errors import counted, in_a_line
 from dxdy_nb.nested import tensors_in
 from dxdy_nb.observe.plain import plain, restored
 from dxdy_nb.observe.snapshot import RandomStates, put_random
@@ -271,7 +271,9 @@ def _evaluated(experiment: Experiment) -> dict[str, Any]:
             first, second = _two(subject)
     except Exception as error:
         return {"evaluated": f"validation not checked: it raised {in_a_line(error)}"}
-    name = "validate()" if subject.validate is not None else f"the losses of {len(first)} batches of val_loader"
+    name = (
+        "validate()" if subject.validate is not None else f"the losses of {counted(len(first), 'batch')} of val_loader"
+    )
     return {"evaluations": (first, second), "evaluated": name}
 
 

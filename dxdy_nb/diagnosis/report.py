@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Literal
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 
 Stage = Literal["data", "forward", "loss", "backward", "update", "comm", "reproduce"]
 Severity = Literal["error", "hint"]
@@ -179,10 +179,10 @@ class Report:
 
     def _verdict(self) -> str:
         hints = len(self.findings) - len(self.errors)
-        tail = f" ({hints} hint{'s' * (hints != 1)})" if hints else ""
+        tail = f" ({counted(hints, 'hint')})" if hints else ""
         if self.healthy:
             return f"no error found{tail}"
-        return f"{len(self.errors)} error{'s' * (len(self.errors) != 1)}, first in {self.stage}{tail}"
+        return f"{counted(len(self.errors), 'error')}, first in {self.stage}{tail}"
 
     def _repr_html_(self) -> str:
         strip = " → ".join(

@@ -3,6 +3,7 @@
 import torch
 
 from dxdy_nb.diagnosis.probes import Experiment
+from dxdy_nb.errors import counted
 from dxdy_nb.nested import tensors_in
 
 
@@ -10,10 +11,11 @@ def saw(experiment: Experiment) -> dict[str, str]:
     """Return what was read from the set-up, by name."""
     subject, seen = experiment.subject, experiment.seen
     parameters = subject.parameters
+    total = sum(p.numel() for p in parameters.values())
     trainable = sum(p.numel() for p in parameters.values() if p.requires_grad)
     owned = sum(p.numel() for p in parameters.values() if id(p) in subject.owned)
     found = {
-        "model": f"{type(subject.model).__name__}, {sum(p.numel() for p in parameters.values()):,} parameters, "
+        "model": f"{type(subject.model).__name__}, {counted(total, 'parameter')}, "
         f"{trainable:,} trainable, {owned:,} owned by an optimizer"
     }
     if experiment.call is not None:
@@ -25,7 +27,9 @@ def saw(experiment: Experiment) -> dict[str, str]:
         found["loss"] = getattr(subject.loss_fn, "__name__", type(subject.loss_fn).__name__)
     optimizers = [f"{type(o).__name__} lr={o.param_groups[0].get('lr')}" for o in subject.all_optimizers]
     found["optimizer"] = ", ".join(optimizers) or "none"
-    found["steps"] = f"{len(seen.steps)} watched, {seen.epochs} whole epochs, {len(seen.updates)} updates"
+    found["steps"] = (
+        f"{len(seen.steps)} watched, {counted(seen.epochs, 'whole epoch')}, {counted(len(seen.updates), 'update')}"
+    )
     found["versions"] = f"torch {torch.__version__}, seed {torch.initial_seed()}"
     return found
 

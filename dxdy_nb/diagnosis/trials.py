@@ -14,6 +14,7 @@ from dxdy_nb.diagnosis.probes import Experiment, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, Trial
 from dxdy_nb.diagnosis.sameness import equal
 from dxdy_nb.diagnosis.subject import Subject, preserved
+from dxdy_nb.errors import counted
 
 LIMIT = 10.0  # seconds for the set-up as it is, and for each one that is changed
 STEPS = 16  # on one batch, for the loss before and after
@@ -31,7 +32,7 @@ class _Outcome:
     failure: str = ""
 
     def __str__(self) -> str:
-        words = self.failure or self.evidence or f"not found in {len(self.experiment.seen.steps)} steps"
+        words = self.failure or self.evidence or f"not found in {counted(len(self.experiment.seen.steps), 'step')}"
         return f"{words}; loss of one batch from {self.losses[0]:.4g} to {self.losses[1]:.4g} in {self.number} steps"
 
     @property

@@ -19,6 +19,7 @@ from dxdy_nb.diagnosis.probes import FEW, Experiment, finite, set_lr
 from dxdy_nb.diagnosis.reading import Calls
 from dxdy_nb.diagnosis.report import Finding, Trial, found, listed
 from dxdy_nb.diagnosis.sameness import same_tensor
+from dxdy_nb.errors import counted
 
 SHORT, LONG = 8, 40  # steps of a counterfactual
 CRUSHING = 0.01  # of every weight, at each step: half of it is gone after 70
@@ -68,8 +69,8 @@ def stale_optimizer(experiment: Experiment) -> Iterator[Finding]:
         yield found(
             "optimizer-stale-head",
             listed(missing),
-            f"the optimizer holds {len(strangers)} tensors that are not in the model; {listed(missing)} get gradients "
-            "and belong to no optimizer",
+            f"the optimizer holds {counted(len(strangers), 'tensor')} from outside the model; {listed(missing)} "
+            "get gradients and belong to no optimizer",
         )
     elif missing:
         yield found(
@@ -244,7 +245,8 @@ def scaled_gradients(experiment: Experiment) -> Iterator[Finding]:
         yield found(
             "scaler-bypassed",
             "the training step",
-            f"optimizer.step() used gradients of scaler.scale(loss) in {len(bypassed)} updates, not unscaled",
+            "optimizer.step() used gradients of scaler.scale(loss), not unscaled, in "
+            f"{counted(len(bypassed), 'update')}",
         )
 
 
@@ -633,7 +635,8 @@ def accumulation(experiment: Experiment) -> Iterator[Finding]:
         yield found(
             "accum-tail-dropped",
             "the end of an epoch",
-            f"{leaks} epochs end with gradients of an unfinished window of {usual}; they add to the next epoch's",
+            f"gradients of an unfinished window of {usual} were left at the end of {counted(leaks, 'epoch')}; "
+            "they add to the next one's",
             window=usual,
         )
     shares = [b.share for step in seen.steps for b in step.backwards if math.isfinite(b.share)]
@@ -669,7 +672,7 @@ def averages(experiment: Experiment) -> Iterator[Finding]:
         yield found(
             "ema-name-mismatch",
             listed(weights),
-            f"the model moved in {len(seen.updates)} updates, and no weight of the average changed a bit; "
+            f"the model moved in {counted(len(seen.updates), 'update')}, and no weight of the average changed a bit; "
             + ("none of its names is one of the model's" if other else "it may be meant to begin later"),
             severity="error" if other else "hint",
         )

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
 
+from dxdy_nb.errors import counted
 from dxdy_nb.lesson import live, plots
 from dxdy_nb.lesson.exercise import Note, Score
 from dxdy_nb.training.landscapes import LANDSCAPES, Walk, heights, optimizers, outcome, zones
@@ -253,7 +254,7 @@ class Playground:
         path = walk.path()
         self.image.value = self.frame.png(walk, path)
         word, steps = outcome(walk, path)
-        told = word if steps is None else f"{word}, 1 % left after {steps} steps"
+        told = word if steps is None else f"{word}, 1 % left after {counted(steps, 'step')}"
         right = _agrees(guess, word, steps)
         self.right += right
         units = f"lr {walk.lr:.3g} = {walk.units:.2g} × 2/λ"

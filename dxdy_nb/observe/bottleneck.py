@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dxdy_nb.errors import counted
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -61,7 +63,7 @@ def bottleneck(record: Any) -> Bottleneck:
     """
     times, events = phase_times(record), getattr(record, "events", ())
     if len(times) < FEW:
-        return Bottleneck("unknown", f"{len(record.steps)} steps are too few to tell what takes the time.")
+        return Bottleneck("unknown", f"{counted(len(record.steps), 'step')}: too few to tell what takes the time.")
     found = [
         _data(times, list(getattr(record, "loaders", {}).values())),
         _restarts(times, list(getattr(record, "loaders", {}).values())),
@@ -118,7 +120,7 @@ def _data(times: "pd.DataFrame", loaders: list[Any]) -> Bottleneck | None:
     if workers == {0}:
         text += ". The loop itself makes each batch (num_workers=0): workers make them meanwhile"
     elif len(workers) == 1:
-        text += f". Its {max(workers)} workers do not keep up: more of them, or less work for a sample"
+        text += f". With {counted(max(workers), 'worker')} it cannot keep up: more of them, or less work for a sample"
     return Bottleneck("data", f"{text}. {_at_best(share)}", share, figures)
 
 
@@ -147,7 +149,7 @@ def _pauses(times: "pd.DataFrame", events: Iterable[Any]) -> Bottleneck | None:
     if share < WORTH_IT:
         return None
     every = _period(rare.index)
-    when = f"every {every} steps" if every else f"{len(rare)} times"
+    when = f"every {every} steps" if every else counted(len(rare), "time")
     text = (
         f"Pauses between steps: {when} about {_time(rare.median())}, as long as {rare.median() / within.median():.0f} "
     )

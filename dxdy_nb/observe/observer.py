@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.observe.batches import Loader
 from dxdy_nb.observe.blackbox import BlackBox, Replay
 from dxdy_nb.observe.events import Event
@@ -244,9 +244,11 @@ class Watch:
             return "nothing observed yet"
         sizes, count = self.sizes, self._recorder.count
         models = ", ".join(self._found.models.names()) or "no model"
-        what = f"{models} ({sum(sizes.values()):,} parameters in {len(sizes)} tensors)"
+        what = f"{models} ({counted(sum(sizes.values()), 'parameter')} in {counted(len(sizes), 'tensor')})"
         if count:
-            return f"{count} steps of {what} with {', '.join(self._found.optimizers.names()) or 'no optimizer'}"
+            return (
+                f"{counted(count, 'step')} of {what} with {', '.join(self._found.optimizers.names()) or 'no optimizer'}"
+            )
         seen = {event.kind for event in self.events}
         if "forward" in seen:
             return f"no step of {what}: it ran with gradients, and no backward was called that reached it"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.observe.plain import plain, restored, tensors, with_tensors
 
 Models = Mapping[str, nn.Module]
@@ -170,7 +170,7 @@ def _into_model(name: str, model: nn.Module, recorded: Mapping[str, Any]) -> Non
             _local(found[one]).copy_(tensor)
     modules = list(model.modules())
     if len(modules) != len(recorded["training"]):
-        raise _other(f"{name!r} had {len(recorded['training'])} modules, and has {len(modules)} now")
+        raise _other(f"{name!r} had {counted(len(recorded['training']), 'module')}, and has {len(modules)} now")
     for parameter, trainable in zip(model.parameters(), recorded["trainable"], strict=True):
         parameter.requires_grad_(trainable)
     for module, training in zip(modules, recorded["training"], strict=True):

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dxdy_nb.errors import counted
 from dxdy_nb.observe.bottleneck import Bottleneck, bottleneck, phase_times, shares
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class Summary:
         if not self.steps:
             return _line("steps", self.nothing) + _line("", "Only steps in this very process can be seen.")
         skipped = f", {self.skipped} of them skipped" if self.skipped else ""
-        models = [f"{name} ({count:,} parameters)" for name, count in self.models.items()]
+        models = [f"{name} ({counted(count, 'parameter')})" for name, count in self.models.items()]
         lr = dict.fromkeys(f"{one:.3g}" for one in (self.first_lr, self.last_lr) if not math.isnan(one))
         data = [f"{name} ({words})" for name, words in self.loaders.items()]
         seen = (
@@ -149,7 +150,7 @@ def _models(seen: SimpleNamespace) -> dict[str, int]:
 
 def _loader(loader: Any) -> str:
     batches = f"batches of {loader.batch_size}" if loader.batch_size else "its own batches"
-    return f"{batches}, {loader.workers or 'no'} workers"
+    return f"{batches}, {counted(loader.workers, 'worker') if loader.workers else 'no workers'}"
 
 
 def _seen(events: Iterable[Any], *kinds: str) -> tuple[str, ...]:

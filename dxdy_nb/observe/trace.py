@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.observe.statistics import COLUMNS as STATISTICS
 
 if TYPE_CHECKING:
@@ -470,7 +470,7 @@ def _records(path: Path, position: int, layout: Layout) -> tuple[NDArray[np.void
         whole += 1
     if whole < count:  # a torn write leaves less than a record
         warnings.warn(
-            f"{path}: damaged. Of its {count} records only the first {whole} can be trusted.",
+            f"{path}: damaged. Of its {counted(count, 'record')} only the first {whole} can be trusted.",
             RuntimeWarning,
             stacklevel=2,
         )

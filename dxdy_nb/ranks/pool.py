@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from numbers import Real
 from typing import IO, Any
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.ranks.failure import Seen, blame
 from dxdy_nb.ranks.output import Output
 from dxdy_nb.ranks.shipping import packed
@@ -110,7 +110,7 @@ def _threads(world_size: int) -> int:
         raise DxdyError("launch: needs Linux or macOS; with dx.session() the same function runs under torchrun.")
     cores = cores_for(world_size)
     if world_size > cores:
-        text = f"{world_size} ranks share {cores} cores: the results are the same, and no time is won."
+        text = f"{world_size} ranks share {counted(cores, 'core')}: the results are the same, and no time is won."
         warnings.warn(f"launch: {text}", stacklevel=3)
     return threads_each(world_size)
 
@@ -126,7 +126,9 @@ def cores_for(world_size: int) -> int:
     cores = usable_cores()
     most = max(8, 4 * cores)
     if not isinstance(world_size, int) or isinstance(world_size, bool) or not 1 <= world_size <= most:
-        raise DxdyError(f"launch: expected world_size from 1 to {most} on {cores} cores, got {world_size!r}.")
+        raise DxdyError(
+            f"launch: expected world_size from 1 to {most} on {counted(cores, 'core')}, got {world_size!r}."
+        )
     return cores
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.ranks.log import Event
 from dxdy_nb.ranks.pool import usable_cores
 from dxdy_nb.ranks.verify import Ranks, of_folder, windows
@@ -103,7 +103,9 @@ def explain_scaling(run: "Run | Ranks | str | Path", baseline: "Run | None" = No
     steps = [windows(log, "updated")[WARM_UP:-1] for log in ranks.logs]
     count = min(map(len, steps))
     if count < 3:
-        raise DxdyError(f"explain_scaling: {max(0, count)} steps after the first {WARM_UP}; expected at least 3.")
+        raise DxdyError(
+            f"explain_scaling: {counted(max(0, count), 'step')} after the first {WARM_UP}; expected at least 3."
+        )
     begins = [windows(log, "updated")[WARM_UP - 1][-1]["at"] for log in ranks.logs]
     ends = np.array([[step[-1]["at"] for step in own[:count]] for own in steps])
     length = np.diff(ends, axis=1, prepend=np.array(begins)[:, None])  # (ranks, steps)
@@ -243,4 +245,4 @@ def _advice(table: "pd.DataFrame", told: Event) -> Iterator[str]:
     if mean["pauses"] > WORTH_IT * mean["step"]:
         yield f"pauses take {100 * mean['pauses'] / mean['step']:.0f} % of the time: validate and save less often"
     if len(table) > (cores := usable_cores()):
-        yield f"{len(table)} ranks on {cores} cores win nothing, where they train on CPUs: fewer ranks"
+        yield f"{len(table)} ranks on {counted(cores, 'core')} win nothing, where they train on CPUs: fewer ranks"

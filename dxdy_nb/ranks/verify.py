@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.ranks.log import Event, read
 from dxdy_nb.runs.folder import RANKS, folder_of
 
@@ -118,7 +118,7 @@ def _checks(ranks: Ranks) -> Iterator[tuple[str, tuple[str, str]]]:
     for what in ("gradients", "parameters"):
         rounds = ranks.rounds("update")
         wrong = [i for i, events in enumerate(rounds) if differing([e[f"all_{what}"] for e in events])]
-        seen = f"bit-identical at {len(rounds) - len(wrong)} of {len(rounds)} updates"
+        seen = f"bit-identical at {len(rounds) - len(wrong)} of {counted(len(rounds), 'update')}"
         seen += f", first not at update {wrong[0]}" if wrong else ""
         same_length = not differing([len(events) for events in ranks.all("update")])
         if what == "parameters" and ends and same_length and differing([e["parameters"] for e in ends[-1]]):
@@ -167,5 +167,7 @@ def _loss(ranks: Ranks) -> tuple[str, str]:
     """Return whether a number was reduced between backward and the next one: a global loss, or a rank's own."""
     own = [e for e in ranks.all("collective")[0] if 0 < e["size"] <= 8 and not e["gradients"]]
     return (
-        ("equal", f"reduced {len(own)} times") if own else ("different", "each rank has its own, and none is reduced")
+        ("equal", f"reduced {counted(len(own), 'time')}")
+        if own
+        else ("different", "each rank has its own, and none is reduced")
     )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dxdy_nb.config import as_number
-from dxdy_nb.errors import DxdyError, suggestion
+from dxdy_nb.errors import DxdyError, counted, suggestion
 from dxdy_nb.observe import trace
 from dxdy_nb.runs.entries import OWN, Entry, column, entries, entry
 from dxdy_nb.runs.folder import folder_of
@@ -93,7 +93,8 @@ class Comparison:
         """Where the two runs went apart, in words."""
         steps = f"{self.steps[0]} and {self.steps[1]} steps"
         if self.equal:
-            return f"bit-equal: all {self.steps[0]} steps{'' if self.weights is None else ', the final weights too'}"
+            weights = "" if self.weights is None else ", the final weights too"
+            return f"bit-equal: all {counted(self.steps[0], 'step')}{weights}"
         lines = list(self.notes[:MOST_NOTES])
         if len(self.notes) > MOST_NOTES:
             lines.append(f"and {len(self.notes) - MOST_NOTES} more")

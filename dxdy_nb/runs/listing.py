@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.observe import trace
 from dxdy_nb.runs.entries import OWN, Entry
 from dxdy_nb.runs.record import steps_of
@@ -70,7 +70,7 @@ def _last_steps(one: Entry) -> str:
         steps = steps_of(one.folder, trace.glance)
     except DxdyError:
         return "steps: none recorded"
-    return f"the last of {len(steps)} steps\n{steps[STEP_COLUMNS].tail(LAST).to_string()}"
+    return f"the last of {counted(len(steps), 'step')}\n{steps[STEP_COLUMNS].tail(LAST).to_string()}"
 
 
 def _block(values: Mapping[str, Any]) -> str:

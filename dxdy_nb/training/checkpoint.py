@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dxdy_nb.config import RunConfig
-from dxdy_nb.errors import DxdyError, in_a_line
+from dxdy_nb.errors import DxdyError, counted, in_a_line
 from dxdy_nb.observe.plain import plain, restored, with_tensors
 from dxdy_nb.observe.snapshot import RandomStates, put_random
 from dxdy_nb.ranks.session import Session
@@ -206,7 +206,9 @@ def newest(folder: Path, config: Mapping[str, Any] | None = None) -> Checkpoint 
         except DxdyError as error:
             warnings.warn(f"{error} The one before it is looked at.", RuntimeWarning, stacklevel=2)
     if paths:
-        raise DxdyError(f"{folder}: none of its {len(paths)} checkpoints can be used. Train anew in another folder.")
+        raise DxdyError(
+            f"{folder}: none of its {counted(len(paths), 'checkpoint')} can be used. Train anew in another folder."
+        )
     return None
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dxdy_nb.config import RunConfig
-from dxdy_nb.errors import DxdyError
+from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.ranks.session import Session
 from dxdy_nb.training import datasets, models
 from dxdy_nb.training.muon import MuonAdamW
@@ -73,8 +73,8 @@ def steps_per_epoch(batches: int, accumulation_steps: int) -> int:
     """
     if accumulation_steps > batches:
         raise DxdyError(
-            f"accumulation_steps: an epoch has {batches} batches, so {accumulation_steps} never come together. "
-            f"Expected at most {batches}, or a smaller batch_size."
+            f"accumulation_steps: an epoch has {counted(batches, 'batch')}, so {accumulation_steps} never come "
+            f"together. Expected at most {batches}, or a smaller batch_size."
         )
     return math.ceil(batches / accumulation_steps)
 
