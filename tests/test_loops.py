@@ -828,4 +828,4 @@ def test_watching_does_not_keep_a_model_alive():
         del net
         assert [reference() for reference in gone] == [None, None]
     assert len(w.steps) == 1
-    assert str(w) == "1 steps of Net (67 parameters in 4 tensors) with SGD"
+    assert str(w) == "1 step of Net (67 parameters in 4 tensors) with SGD"
