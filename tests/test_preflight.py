@@ -36,6 +36,7 @@ def test_the_digits_baseline_passes_and_its_run_is_kept(here):
     assert kept <= {path.name for path in (here / "run").iterdir()}
     result = read_result(here / "run")
     assert (result["status"], result["kind"], result["metrics"]["ok"]) == ("completed", "preflight", True)
+    assert result["metrics"]["verdict"] == page.verdict and all(name.isidentifier() for name in result["metrics"])
     assert result["metrics"]["baseline_last_loss"] < result["metrics"]["baseline_first_loss"] / 2
     weights = sum(p.numel() for p in setups.digits()["model"].parameters()) * 4
     assert page.memory.most["weights"] == page.memory.most["gradients"] == page.memory.most["optimizer"] == weights

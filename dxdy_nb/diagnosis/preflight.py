@@ -118,7 +118,7 @@ def preflight(
             page = Preflight(
                 name, points, folder, when, versions, flight.curves, *seen, seconds=time.monotonic() - began
             )
-            recorder.write(metrics={"ok": page.ok, **{p.name: p.state for p in points}, **flight.metrics})
+            recorder.write(metrics={"ok": page.ok, **flight.metrics, "verdict": page.verdict})
             write_text(folder / "preflight.json", page.to_json() + "\n")
             page.save(folder / "preflight.html")
     return page
