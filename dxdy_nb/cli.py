@@ -184,6 +184,7 @@ def _add_runs(commands: Any) -> None:
     )
     runs.add_argument("--in", dest="parent", type=Path, default=Path("runs"), metavar="DIR", help="default runs/")
     runs.add_argument("--json", action="store_true", help="print as JSON")
+    runs.add_argument("--all", action="store_true", help="those too that were made inside a lesson's run")
     runs.add_argument("--status", action="append", metavar="STATUS", help="only runs that ended so; may be repeated")
     runs.add_argument("--where", action="append", default=[], metavar="NAME=VALUE", help="only runs with this value")
     runs.add_argument(
@@ -400,7 +401,12 @@ def _runs(options: argparse.Namespace) -> int:
             raise DxdyError(f"runs --status: no status is called {status!r}.{suggestion(status, record.STATUSES)}")
     if options.status:
         wanted["status"] = options.status
-    table = compare.table(entries.entries(options.parent), wanted, options.sort)
+    found = entries.entries(options.parent)
+    shown = found if options.all else entries.outermost(found)
+    table = compare.table(shown, wanted, options.sort)
+    if len(shown) < len(found):
+        told = f"{counted(len(found) - len(shown), 'run')} made inside a lesson's run: not listed without --all"
+        print(f"dxdy runs: {told}", file=sys.stderr)
     _tell(
         table.reset_index().to_json(orient="records", indent=1, double_precision=15)
         if options.json

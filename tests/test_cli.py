@@ -14,6 +14,7 @@ import pytest
 
 from dxdy_nb import cli
 from dxdy_nb.runs import lessons, record
+from dxdy_nb.runs.entries import Entry, outermost
 
 
 @pytest.fixture
@@ -65,6 +66,26 @@ def test_the_version_is_told_with_that_of_torch(capsys: pytest.CaptureFixture) -
         cli.main(["--version"])
     assert ended.value.code == 0
     assert re.fullmatch(r"dxdy_nb \d+\.\d+\.\d+, torch \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_runs_inside_a_swept_lesson_are_folded_into_its_row(workbook: Path, capsys: pytest.CaptureFixture) -> None:
+    body = "import dxdy_nb as dx\ndx.train(dx.RunConfig(data='spirals', model='mlp', max_steps=1))"
+    write(workbook / "notebooks", "06_trains", "seed = 0", body)
+    assert cli.main(["sweep", "06", "-g", "seed=3", "--out", "runs/seeds"]) == 0
+    capsys.readouterr()
+    assert cli.main(["runs"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["id", "seeds/seed=3"]
+    assert "1 run made inside a lesson's run: not listed without --all" in err
+    assert cli.main(["runs", "--all", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert sorted(one["parent"] for one in told) == ["seeds", "seeds/seed=3"]
+
+
+def test_a_run_of_an_ablation_inside_a_lesson_is_a_part_of_the_lesson() -> None:
+    parents = {"lesson": None, "ablation/lr=0.1": "lesson/ablation", "sweep/lr=0.1": "sweep", "other": "elsewhere"}
+    found = [Entry(name, Path(name), {"parent": parent}, {}, {}) for name, parent in parents.items()]
+    assert [one.id for one in outermost(found)] == ["lesson", "sweep/lr=0.1", "other"]
 
 
 def test_json_is_for_programs(workbook: Path, capsys: pytest.CaptureFixture) -> None:

@@ -51,7 +51,7 @@ COMMANDS = {
     "sweep": "target --grid --parameter --jobs --time-limit --memory-limit --out --json",
     "replay": "run",
     "inspect": "file later --json",
-    "runs": "--in --json --status --where --sort",
+    "runs": "--in --json --all --status --where --sort",
     "env": "--json",
 }
 

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -171,6 +171,17 @@ def entries(parent: str | Path) -> list[Entry]:
         There is no such folder.
     """
     return [entry(folder, name) for name, folder in _folders(Path(parent))]
+
+
+def outermost(found: Sequence[Entry]) -> list[Entry]:
+    """Return the runs but those that are a part of another one: that were made inside a lesson's run."""
+    ids = {one.id for one in found}
+
+    def inside(one: Entry) -> bool:
+        parent = PurePosixPath(one.result.get("parent") or ".")
+        return not ids.isdisjoint(map(str, (parent, *parent.parents)))
+
+    return [one for one in found if not inside(one)]
 
 
 def find(parent: str | Path, name: str) -> Entry:

@@ -152,8 +152,8 @@ def run_notebook(notebook: Path, given: Mapping[str, Any], out: str | Path | Non
         record.write_environment(folder)
         write_parameters(folder, {**parameters(notebook), **values})
         try:
-            # Kernels that start inside inherit where the lesson's record is.
-            with variable(record.LESSON_FOLDER, str(folder.resolve())):
+            # Kernels that start inside inherit where the lesson's record is, and whose the runs are that they make.
+            with variable(record.LESSON_FOLDER, str(folder.resolve())), variable(record.PARENT, _id(folder.resolve())):
                 _execute(notebook, target, values)
         except _LessonFailed as error:
             failed = error
@@ -166,6 +166,11 @@ def run_notebook(notebook: Path, given: Mapping[str, Any], out: str | Path | Non
     result = recorder.result
     failure, bad_input = (str(failed), failed.bad_input) if failed else (None, False)
     return LessonRun(notebook.stem, result["status"], result["seconds"], target, result["metrics"], failure, bad_input)
+
+
+def _id(folder: Path) -> str:
+    """Return what the list of runs calls a run."""
+    return f"{folder.parent.name}/{folder.name}" if folder.parent.name == os.environ.get(record.PARENT) else folder.name
 
 
 class _LessonFailed(Exception):

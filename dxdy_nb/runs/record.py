@@ -44,7 +44,7 @@ FORMS: dict[str, type | tuple[type, ...]] = {
 }
 LESSON_FOLDER = "DXDY_RUN_FOLDER"  # the environment variable by which a lesson's kernel knows where its record is
 LONGEST_TRACEBACK = 5000  # characters, of the end
-PARENT = "DXDY_PARENT"  # the environment variable that names the folder of the sweep or ablation a run belongs to
+PARENT = "DXDY_PARENT"  # the environment variable that names the sweep, ablation or lesson that a run is a part of
 
 
 @dataclass(frozen=True)

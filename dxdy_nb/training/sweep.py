@@ -352,7 +352,8 @@ class _Child:
 
 
 def _parent(folder: Path) -> str:
-    return folder.resolve().parent.name
+    """Return what a run is a part of: its sweep, behind the lesson that made the sweep, if one did."""
+    return "/".join(filter(None, [os.environ.get(record.PARENT), folder.resolve().parent.name]))
 
 
 def _interrupt(running: Sequence[_Child]) -> None:
