@@ -8,6 +8,8 @@ import pytest
 import dxdy_nb as dx
 from dxdy_nb.lesson import plots
 from dxdy_nb.runs import record
+from dxdy_nb.runs.entries import entry
+from dxdy_nb.runs.listing import story
 from dxdy_nb.training import sweep
 from dxdy_nb.training.ablation import ablate, judge
 
@@ -85,6 +87,16 @@ def test_survivors_run_in_full_and_the_others_do_not(pretended):
     assert {path.parent.name for path in Path("a").glob("lr=0.12*/result.json")} == {
         f"lr=0.12,batch_size=32{steps},seed={seed}" for seed in range(3) for steps in (",max_steps=10", "")
     }
+    assert record.read_result(Path("a/lr=0.05,max_steps=10,seed=1"))["verdict"] == {
+        "baseline": "max_steps=10,seed=1",
+        "metric": "validation_loss",
+        "verdict": "worse",
+        "difference": 0.5,
+        "margin": 0.0001,
+        "seeds": 3,
+    }
+    assert "verdict" not in record.read_result(Path("a/seed=1"))  # the baseline's own
+    assert "metric: validation_loss, verdict: no difference" in story(entry(Path("a/momentum=0.5,seed=1")))
     assert ablate(BASE, changes, budget=10, out="a").table.equals(table)  # nothing is run again
     assert len(Path("begun.txt").read_text().splitlines()) == 6 * 3 + 3 * 3
     accurate = ablate(BASE, changes, budget=10, metric="validation_accuracy", out="a").table

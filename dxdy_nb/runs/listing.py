@@ -57,7 +57,7 @@ def story(one: Entry) -> str:
     told = one.result
     parts = [f"{one.id}: {one.status}{f', {one.reason}' if one.reason else ''}"]
     facts = {"folder": one.folder, "script": one.script.get("name")}
-    parts[0] += _block(facts | {name: told.get(name) for name in ("parent", "lesson", "started", "seconds")})
+    parts[0] += _block(facts | {name: told.get(name) for name in ("parent", "lesson", "started", "seconds", "verdict")})
     for title, values in (("configuration", one.config), ("environment", one.environment), ("results", one.metrics)):
         parts.append(f"{title}{_block(values)}" if values else f"{title}: none recorded")
     parts.append(_last_steps(one))

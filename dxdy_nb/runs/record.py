@@ -38,7 +38,7 @@ STATUSES = (
 FORMS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("reason", "kind", "lesson", "parent", "started"), (str, type(None))),
     **dict.fromkeys(("seconds", "validation_seconds"), (int, float, type(None))),
-    **dict.fromkeys(("process", "metrics", "weights"), dict),
+    **dict.fromkeys(("process", "metrics", "weights", "verdict"), dict),
     **dict.fromkeys(("validation", "resumed"), list),
     "traceback": str,
 }
@@ -382,6 +382,12 @@ def end(folder: Path, error: BaseException) -> None:
     result = read_result(folder)
     if result["status"] not in ("completed", "diverged"):
         write_json(folder / "result.json", {**result, "status": status_of(error), "reason": _reason(error)})
+
+
+def add_verdict(folder: Path, **verdict: Any) -> None:
+    """Write down how a run compares with its baseline; where that cannot be written, all else of it stays."""
+    with contextlib.suppress(DxdyError, OSError):
+        write_json(folder / "result.json", {**read_result(folder), "verdict": verdict})
 
 
 def _reason(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dxdy_nb.config import RunConfig
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.runs.folder import new_folder
+from dxdy_nb.runs.record import add_verdict
 from dxdy_nb.training.loop import DECIMALS
 from dxdy_nb.training.sweep import Limits, Outcome, Planned, run_all
 
@@ -90,7 +91,7 @@ def ablate(
 
     First all run for a small budget, their schedules squeezed into it; the changes that are worse there for sure, or
     did not come to an end, are judged by that. The others run in full. Each run is a process and a record of its own,
-    the baseline's too.
+    the baseline's too; that of a changed run keeps the verdict, and which run it is against.
 
     A verdict is that of the paired t test at 5 %: with one seed a change and the baseline see the same samples, weights
     and order, so that the differences by seed spread less than the values themselves. ``better`` and ``worse``: their
@@ -148,6 +149,10 @@ def ablate(
             raise DxdyError(f"baseline: fewer than two of its runs completed. {last.folder}: {reason}")
         for name, group in zip(waiting, others, strict=True):
             effect = _effect(name, base, group, metric, steps)
+            told = {"verdict": effect.verdict, "difference": effect.mean, "margin": effect.margin}
+            told["seeds"] = len(effect.differences)
+            for before, one in zip(base, group, strict=True):
+                add_verdict(one.folder, baseline=before.folder.name, metric=metric, **told)
             if steps is None or effect.verdict in ("worse", "not judged"):
                 judged[name] = effect
     return Ablation(baseline, metric, tuple(judged[name] for name in changed), folder, tuple(outcomes))
