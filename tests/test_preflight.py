@@ -148,7 +148,7 @@ def lock():
         (lambda: {"model": nn.Linear(1, 1), "loader": iter([])}, {}, "what is read from it is gone"),
         (lock(), {}, "cannot be sent to another process"),
         (dict, {"world_size": 0}, "expected world_size from 1 to "),
-        (dict, {"world_size": 10_000}, "cores, got 10000."),
+        (dict, {"world_size": 10_000}, ", got 10000."),
     ],
 )
 def test_bad_input_is_said_before_anything_runs(here, make, options, words):

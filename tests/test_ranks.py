@@ -190,7 +190,7 @@ def test_a_bar_moves_where_somebody_watches(capsys):
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", 10_000])
 def test_a_number_of_ranks_that_makes_no_sense(size):
-    with pytest.raises(dx.DxdyError, match=r"expected world_size from 1 to \d+ on \d+ cores, got "):
+    with pytest.raises(dx.DxdyError, match=r"expected world_size from 1 to \d+ on \d+ cores?, got "):
         dx.launch(pids, world_size=size)
 
 
@@ -202,7 +202,7 @@ def test_a_limit_that_makes_no_sense(limits):
 
 def test_more_ranks_than_cores_is_said(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    with pytest.warns(UserWarning, match="2 ranks share 1 cores: the results are the same, and no time is won"):
+    with pytest.warns(UserWarning, match="2 ranks share 1 core: the results are the same, and no time is won"):
         assert len(dx.launch(pids)) == 2
 
 
