@@ -617,7 +617,7 @@ def test_modes_and_frozen_parameters_are_restored(tmp_path):
             "'bias' of 'model' was .*, and is not there now",
         ),
         (lambda loop: loop.model.register_buffer("more", torch.zeros(1)), "buffer 'more' of 'model' was not there"),
-        (lambda loop: loop.model.add_module("more", nn.ReLU()), "'model' had 1 modules, and has 2 now"),
+        (lambda loop: loop.model.add_module("more", nn.ReLU()), "'model' had 1 module, and has 2 now"),
         (
             lambda loop: loop.optimizer.param_groups[0]["params"].pop(),
             r"groups of 'optimizer' had \[2\] .* have \[1\] now",

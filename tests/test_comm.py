@@ -127,7 +127,7 @@ def test_logs_without_a_step_are_not_said_to_be_equal(tmp_path):
         end = {"event": "end", "parameters": {"weight": bits}, "buffers": {}, "rng": 0}
         log.write_text("".join(json.dumps(e) + "\n" for e in (json.loads(log.read_text()), update, end)))
     told = dx.verify_ranks(tmp_path).loc["parameters"]
-    assert (told["verdict"], told["seen"]) == ("different", "bit-identical at 1 of 1 updates, not alike at the end")
+    assert (told["verdict"], told["seen"]) == ("different", "bit-identical at 1 of 1 update, not alike at the end")
 
 
 def test_a_diagnosis_of_ranks_has_a_limit_in_seconds():
