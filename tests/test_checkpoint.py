@@ -258,6 +258,15 @@ def test_a_trace_that_is_damaged_behind_the_checkpoint_is_cut_there(stopped):
         assert [*dx.train(BASE, out=folder, resume=True).steps.index] == [*range(17)]
 
 
+def test_a_trace_that_ends_before_the_checkpoint_says_which_steps_are_lost(stopped):
+    folder = stopped()
+    data = (folder / "trace.bin").read_bytes()
+    (folder / "trace.bin").write_bytes(data[: len(data) // 2])
+    with pytest.warns(RuntimeWarning, match=r"trace\.bin: ends too early\. The record of steps \d+ to 9 is lost"):
+        resumed = dx.train(BASE, out=folder, resume=True)
+    assert resumed.status == "completed" and [*resumed.steps.index[-7:]] == [*range(10, 17)]
+
+
 def test_new_checkpoints_are_kept_beside_later_ones_that_are_damaged(stopped):
     folder = stopped() / checkpoint.FOLDER
     state = checkpoint.newest(folder)

@@ -401,12 +401,15 @@ def read(folder: str | Path) -> Trace:
 def check(folder: Path, first: int) -> None:
     """Refuse a trace that would lose records from before a step if it went on from there: what lies behind a damage.
 
+    A file that only ends too early has nothing left to lose: a warning says which steps are missing.
+
     Raises
     ------
     DxdyError
         A file is missing or damaged.
     """
     described, path = folder / "trace.json", folder / _file_name(0)
+    last, known = -1, -1  # the last step of all segments; the first that was not stored, as the header says
     if not described.exists():
         if path.exists() and path.stat().st_size > HEADER:
             raise DxdyError(f"{described}: is missing, and {path.name} cannot be read without it.")
@@ -416,9 +419,14 @@ def check(folder: Path, first: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             records, rest = _records(path, HEADER, layout)
-        last = int(records["head"][-1, 0]) if len(records) else -1
+        last = int(records["head"][-1, 0]) if len(records) else last
+        with _reading(path) as (_, missing):
+            known = max(known, missing)
         if rest >= layout.record.itemsize and last < first - 1:
             raise DxdyError(f"{path}: is damaged behind step {last}." if len(records) else f"{path}: is damaged.")
+    if last < first - 1 and known < 0:  # a machine that lost its power may keep a checkpoint, and not the steps before
+        lost = f"step {last + 1}" if last == first - 2 else f"steps {last + 1} to {first - 1}"
+        warnings.warn(f"{path}: ends too early. The record of {lost} is lost.", RuntimeWarning, stacklevel=2)
 
 
 def glance(folder: Path) -> Trace:
