@@ -337,6 +337,46 @@ def test_a_loop_that_leaves_out_a_loss_that_is_not_finite_misses_no_step():
     assert [cause for _, cause, *_ in left_out] == ["loss-not-finite"]
 
 
+def _by_hand(loss, model):
+    for p, gradient in zip(model.parameters(), torch.autograd.grad(loss.mean(), [*model.parameters()]), strict=True):
+        p.grad = gradient
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "backward", "told"),
+    [
+        (lambda e: (e * e).mean() + (e - e).square().sum().sqrt(), lambda loss, model: loss.backward(), "the loss is "),
+        (lambda e: e * math.nan, lambda loss, model: loss.backward(torch.ones_like(loss)), "no loss was heard, "),
+        (lambda e: e * math.nan, _by_hand, "no loss was heard, "),
+    ],
+)
+def test_a_gradient_that_is_not_finite_is_found_where_the_step_cannot_be_run_again(loss_of, backward, told):
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(64, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch(model, optimizer) as w:
+        for step, (a,) in enumerate(DataLoader(TensorDataset(x), 4)):
+            optimizer.zero_grad()
+            error = model(a) - 1
+            backward(loss_of(error) if step >= 2 else (error * error).mean(), model)
+            optimizer.step()
+    (error,) = w.diagnose().errors
+    assert (error.stage, error.cause) == ("backward", "nan-gradient")
+    assert error.evidence.startswith(f"step 2: {told}")
+
+
+def test_a_batch_that_the_loop_spoils_itself_is_not_called_finite():
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(64, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch(model, optimizer) as w:
+        for (a,) in DataLoader(TensorDataset(x), 4):
+            optimizer.zero_grad()
+            ((model(a / 0) - 1) ** 2).mean().backward()
+            optimizer.step()
+    assert "inputs and targets are not finite" in w.diagnose().errors[0].evidence
+
+
 def test_a_loss_that_a_scaler_has_scaled_too_far_is_none_that_is_lost():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
     torch.manual_seed(0)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import Step, output_of
-from dxdy_nb.diagnosis.probes import FEW, Experiment, OutOfTime, finite
+from dxdy_nb.diagnosis.probes import FEW, Experiment, NotRepeatable, OutOfTime, finite
 from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.sameness import replaced
@@ -189,18 +189,20 @@ def _cut_line(experiment: Experiment) -> tuple[str, str]:
 
 
 def nonfinite_gradient(experiment: Experiment) -> Iterator[Finding]:
-    """The loss was finite and a gradient was not."""
+    """The loss was finite and a gradient was not; or no loss was heard, and weights became not finite with it."""
     for step in experiment.seen.steps:
-        if not math.isfinite(step.value):
+        heard = not math.isnan(step.value) or step.lost is not None or bool(step.losses)
+        if heard and not math.isfinite(step.value):
             return
         for update in step.updates:
-            bad = [n for n, s in update.parameters.items() if s.nonfinite]
+            bad = [n for n, s in update.parameters.items() if s.nonfinite and (heard or s.spoilt)]
             if bad and not update.scaled and "scale" not in step.events:
                 function = _anomaly(experiment, step)
+                told = f"the loss is {step.value:.4g}" if heard else "no loss was heard"
                 yield found(
                     "nan-gradient",
                     function or listed(bad),
-                    f"step {step.index}: the loss is {step.value:.4g}, the gradient of {listed(bad)} is not finite"
+                    f"step {step.index}: {told}, the gradient of {listed(bad)} is not finite"
                     + (f"; {function} made it" if function else ""),
                 )
                 return
@@ -210,9 +212,11 @@ def _anomaly(experiment: Experiment, step: Step) -> str:
     """Return what detect_anomaly names: the first function of the backward pass that returned NaN."""
     if step.batch is None:
         return ""
-    with preserved(experiment.subject), torch.autograd.set_detect_anomaly(True, check_nan=True):
-        words = str(experiment.trial(step.batch).error or "")
-    return words.split("'")[1] if words.startswith("Function '") else ""
+    with suppress(NotRepeatable, OutOfTime), preserved(experiment.subject):
+        with torch.autograd.set_detect_anomaly(True, check_nan=True):
+            words = str(experiment.trial(step.batch).error or "")
+        return words.split("'")[1] if words.startswith("Function '") else ""
+    return ""
 
 
 def exploding(experiment: Experiment) -> Iterator[Finding]:

@@ -32,7 +32,8 @@ def heard(experiment: Experiment) -> Iterator[Finding]:
         return
     call = main_call(step)
     told, finite = [f"step {step.index}: the loss is {lost.value}"], {}
-    for name, part in {"inputs and targets": step.batch, "outputs": call.output if call is not None else None}.items():
+    given, output = ((call.args, call.kwargs), call.output) if call is not None else (None, None)
+    for name, part in {"inputs and targets": (step.batch, given), "outputs": output}.items():
         sizes = [float(t.detach().abs().max()) for t in tensors_in(part) if t.is_floating_point() and t.numel()]
         if sizes:
             finite[name] = all(map(math.isfinite, sizes))
@@ -60,7 +61,7 @@ def recorded(watch: "Watch") -> Iterator[Finding]:
     told += [f"samples {listed(ids, 8)}"] if ids else []
     told += _before([*losses[earlier]])
     told += [f"the gradient's norm before it: {norm:.4g}" for norm in table["grad_norm"][earlier].tail(1)]
-    yield _found([*told, "it was not among the first steps, whose tensors are looked at"])
+    yield _found([*told, "its tensors were not looked at: only those of the first steps are"])
 
 
 def _found(told: list[str]) -> Finding:

@@ -431,7 +431,7 @@ def halves(experiment: Experiment) -> Iterator[Finding]:
     parameters = experiment.subject.parameters
     for place, update in enumerate(experiment.seen.updates):
         bad = [n for n, s in update.parameters.items() if s.spoilt and not s.nonfinite]
-        if not bad:
+        if not bad or update.closure:  # what a closure computes is not known before
             continue
         eps = update.optimizer.param_groups[0].get("eps")
         half = parameters[bad[0]].dtype is torch.float16 and eps is not None and float(torch.tensor(eps).half()) == 0
