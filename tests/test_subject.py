@@ -365,6 +365,19 @@ def test_a_gradient_that_is_not_finite_is_found_where_the_step_cannot_be_run_aga
     assert error.evidence.startswith(f"step 2: {told}")
 
 
+def test_what_a_loop_makes_of_a_loss_functions_value_is_the_loss():
+    torch.manual_seed(0)
+    model, x, loss_fn = nn.Linear(3, 1), torch.randn(64, 3), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch(model, optimizer) as w:
+        for step, (a,) in enumerate(DataLoader(TensorDataset(x), 4)):
+            optimizer.zero_grad()
+            (loss_fn(model(a), a[:, :1]) * (math.nan if step == 2 else 1)).backward()
+            optimizer.step()
+    (error,) = w.diagnose().errors
+    assert (error.stage, error.where) == ("loss", "step 2")
+
+
 def test_a_batch_that_the_loop_spoils_itself_is_not_called_finite():
     torch.manual_seed(0)
     model, x = nn.Linear(3, 1), torch.randn(64, 3)

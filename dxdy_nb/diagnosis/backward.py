@@ -191,8 +191,8 @@ def _cut_line(experiment: Experiment) -> tuple[str, str]:
 def nonfinite_gradient(experiment: Experiment) -> Iterator[Finding]:
     """The loss was finite and a gradient was not; or no loss was heard, and weights became not finite with it."""
     for step in experiment.seen.steps:
-        heard = not math.isnan(step.value) or step.lost is not None or bool(step.losses)
-        if heard and not math.isfinite(step.value):
+        heard = not math.isnan(step.value) or bool(step.losses)
+        if step.lost is not None or (heard and not math.isfinite(step.value)):
             return
         for update in step.updates:
             bad = [n for n, s in update.parameters.items() if s.nonfinite and (heard or s.spoilt)]
