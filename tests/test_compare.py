@@ -505,7 +505,7 @@ def test_one_run_alone_is_no_comparison(runs):
         compare(dx.Run.load(runs / "a"))
 
 
-@pytest.mark.parametrize("thing", [None, 3, ["a"]])
+@pytest.mark.parametrize("thing", [None, 3, ["a"], ""])
 @pytest.mark.parametrize(
     "call",
     [
@@ -513,8 +513,8 @@ def test_one_run_alone_is_no_comparison(runs):
         lambda thing: dx.compare(thing, thing),
         dx.verify_ranks,
         explain_scaling,
-        lambda thing: dx.train(BASE, out=thing or 0),
-        lambda thing: dx.train(BASE, out=thing or 0, resume=True),
+        lambda thing: dx.train(BASE, out=0 if thing is None else thing),
+        lambda thing: dx.train(BASE, out=0 if thing is None else thing, resume=True),
     ],
 )
 def test_what_is_no_folder_is_refused_with_one_line(thing, call):

@@ -112,6 +112,23 @@ def test_a_run_that_was_killed_is_run_again_beside_its_record(config: Path, monk
     assert begun() == ["lr=0.1~2", "lr=0.2~2", "lr=0.3~2"]
 
 
+def test_a_run_that_died_before_its_result_is_run_again_beside_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_PROGRAM", COMPLETES)
+    out, (planned,) = new("s"), runs_of(["lr=0.1"])
+    (out / planned.name).mkdir()
+    planned.work.save(out / planned.name / "config.yaml")
+    (done,) = run_all([planned], out)
+    assert (done.folder.name, done.result["status"]) == ("lr=0.1~2", "completed")
+
+
+@pytest.mark.parametrize("data", [b"{{{", b"\xff", b"[" * 5000])
+def test_damaged_parameters_of_a_lesson_are_no_plan(here: Path, data: bytes) -> None:
+    (here / "config.yaml").write_bytes(data)
+    assert not sweep._holds(here, sweep.Lesson(here / "x.ipynb", {"lr": 0.1}))
+
+
 def test_a_folder_with_other_runs_or_another_sweep_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_PROGRAM", COMPLETES)
     out = new("s")

@@ -49,8 +49,9 @@ def folder_of(run: Any, asked: str) -> Path:
         It is something else; ``asked`` says by whom.
     """
     found = getattr(run, "folder", run)
-    if not isinstance(found, (str, Path)):
-        raise DxdyError(f"{asked}: expected a run's folder, or a run where one is asked for; got {type(run).__name__}.")
+    if not isinstance(found, (str, Path)) or found == "":  # a shell's unset variable is not the current folder
+        got = "nothing" if isinstance(found, str) else type(run).__name__
+        raise DxdyError(f"{asked}: expected a run's folder, or a run where one is asked for; got {got}.")
     return Path(found)
 
 

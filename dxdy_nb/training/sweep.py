@@ -243,7 +243,7 @@ def _place(out: Path, planned: Planned) -> tuple[Path, bool, bool]:
     """Return the folder of a run, whether the run is done, and whether it is the planned one."""
     for attempt in itertools.count(1):
         folder = out / (planned.name if attempt == 1 else f"{planned.name}~{attempt}")
-        if not (folder / "result.json").exists():
+        if not any((folder / name).exists() for name in record.FILES):
             return folder, False, True
         if _status(folder) not in AGAIN:
             return folder, True, _holds(folder, planned.work)
@@ -268,11 +268,11 @@ def _holds(folder: Path, work: RunConfig | Lesson) -> bool:
     path = folder / "config.yaml"
     if not path.exists():
         return True
-    if isinstance(work, RunConfig):
-        with contextlib.suppress(DxdyError):
+    with contextlib.suppress(DxdyError, OSError, ValueError, yaml.YAMLError, RecursionError):
+        if isinstance(work, RunConfig):
             return RunConfig.load(path) == work
-        return False
-    return yaml.safe_load(path.read_text()) == dict(work.values)
+        return bool(yaml.safe_load(path.read_text()) == dict(work.values))
+    return False
 
 
 @dataclass
