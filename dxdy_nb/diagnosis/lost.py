@@ -61,7 +61,7 @@ def recorded(watch: "Watch") -> Iterator[Finding]:
     told += [f"samples {listed(ids, 8)}"] if ids else []
     told += _before([*losses[earlier]])
     told += [f"the gradient's norm before it: {norm:.4g}" for norm in table["grad_norm"][earlier].tail(1)]
-    yield _found([*told, "its tensors were not looked at: only those of the first steps are"])
+    yield _found([*told, "its tensors were not looked at: it lies behind the first steps, or in a closure"])
 
 
 def _found(told: list[str]) -> Finding:
