@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("lesson", nargs="?", help="a lesson's name or number")
     run.add_argument("-p", "--parameter", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
     run.add_argument("--all", action="store_true", help="every lesson, one after another")
-    run.add_argument("--out", type=Path, help="the run's folder (default runs/<id>/ under the current directory)")
+    run.add_argument("--out", type=_path, help="the run's folder (default runs/<id>/ under the current directory)")
     run.add_argument("--json", action="store_true", help="print the results as JSON")
 
     watch = _command(
@@ -79,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         "dxdy watch --steps 100 train.py --lr 0.1",
     )
     watch.add_argument("--steps", type=_count, metavar="N", help="end it after N optimizer steps")
-    watch.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default runs/<id>/)")
-    watch.add_argument("--json", type=Path, metavar="FILE", help="write the summary as JSON, too")
+    watch.add_argument("--out", type=_path, metavar="DIR", help="the run's folder (default runs/<id>/)")
+    watch.add_argument("--json", type=_path, metavar="FILE", help="write the summary as JSON, too")
     watch.add_argument(
         "--nproc-per-node", type=_count, default=1, metavar="N", help="on N ranks of this machine, and compare them"
     )
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("--world-size", type=_count, default=2, metavar="N", help="ranks of point 5 (default 2)")
     preflight.add_argument("--memory", action="store_true", help="try what saves memory, too")
     preflight.add_argument("--json", action="store_true", help="print the page as JSON")
-    preflight.add_argument("--out", type=Path, metavar="FILE.html", help="write the page here, too")
+    preflight.add_argument("--out", type=_path, metavar="FILE.html", help="write the page here, too")
 
     _add_sweep(commands)
 
@@ -120,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         "run the recorded steps that went wrong again, bit for bit",
         "dxdy replay runs/20261130-120000-train-1f2e",
     )
-    replay.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    replay.add_argument("run", type=_path, metavar="RUN", help="the run's folder")
 
     inspect = _command(
         commands,
@@ -129,8 +129,8 @@ def _parser() -> argparse.ArgumentParser:
         "say what a checkpoint, or a table (CSV) of a loss, still tells when the run is over",
         "dxdy inspect last.pt, dxdy inspect epoch1.pt epoch2.pt, dxdy inspect loss.csv",
     )
-    inspect.add_argument("file", type=Path, metavar="FILE", help="a checkpoint, or a table with a loss")
-    inspect.add_argument("later", type=Path, nargs="?", metavar="LATER", help="a later checkpoint: what did not move?")
+    inspect.add_argument("file", type=_path, metavar="FILE", help="a checkpoint, or a table with a loss")
+    inspect.add_argument("later", type=_path, nargs="?", metavar="LATER", help="a later checkpoint: what did not move?")
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
     _add_runs(commands)
 
@@ -169,7 +169,7 @@ def _add_sweep(commands: Any) -> None:
     sweep.add_argument("--jobs", type=_count, default=1, metavar="N", help="runs at once (default %(default)s)")
     sweep.add_argument("--time-limit", type=float, metavar="SECONDS", help="of each run, from its start")
     sweep.add_argument("--memory-limit", type=float, metavar="MB", help="of each run's processes together")
-    sweep.add_argument("--out", type=Path, metavar="DIR", help="the folder of the runs (default runs/<id>/)")
+    sweep.add_argument("--out", type=_path, metavar="DIR", help="the folder of the runs (default runs/<id>/)")
     sweep.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
@@ -182,7 +182,7 @@ def _add_runs(commands: Any) -> None:
         "dxdy runs --status failed --status killed, dxdy runs --where optimizer=adam --sort=-test_accuracy, "
         "dxdy runs show 1f2e, dxdy runs compare 1f2e 77b0",
     )
-    runs.add_argument("--in", dest="parent", type=Path, default=Path("runs"), metavar="DIR", help="default runs/")
+    runs.add_argument("--in", dest="parent", type=_path, default=Path("runs"), metavar="DIR", help="default runs/")
     runs.add_argument("--json", action="store_true", help="print as JSON")
     runs.add_argument("--all", action="store_true", help="those too that were made inside a lesson's run")
     runs.add_argument("--status", action="append", metavar="STATUS", help="only runs that ended so; may be repeated")
@@ -198,15 +198,21 @@ def _add_runs(commands: Any) -> None:
         for name in names:
             parser.add_argument(name.lower(), metavar=name, help="a run's ID, part of it, or its folder")
         default = argparse.SUPPRESS  # what stands before the word holds where nothing stands after it
-        parser.add_argument("--in", dest="parent", type=Path, default=default, metavar="DIR", help="default runs/")
+        parser.add_argument("--in", dest="parent", type=_path, default=default, metavar="DIR", help="default runs/")
         parser.add_argument("--json", action="store_true", default=default, help="print as JSON")
-    export.add_argument("--tensorboard", type=Path, required=True, metavar="DIR", help="where the events go")
+    export.add_argument("--tensorboard", type=_path, required=True, metavar="DIR", help="where the events go")
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return int(text)
+
+
+def _path(text: str) -> Path:
+    if not text:  # a shell's variable that is not set: it would be the current folder
+        raise argparse.ArgumentTypeError("expected a path, got ''")
+    return Path(text)
 
 
 def _port(text: str) -> int:

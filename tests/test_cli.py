@@ -198,6 +198,13 @@ def test_help_has_an_example(command: list[str], capsys: pytest.CaptureFixture) 
     assert not command or f"example: dxdy {' '.join(command)}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["watch"], ["run"], ["sweep"], ["preflight"]])
+def test_an_empty_path_is_not_the_current_folder(command: list[str], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*command, "--out", "", "x"])
+    assert "argument --out: expected a path, got ''" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("port", ["65536", "-1", "abc", "8888.0", ""])
 def test_a_port_that_is_none_is_bad_input(port: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as stopped:
