@@ -218,6 +218,13 @@ def test_a_damaged_result_says_how_its_run_goes_on(stopped, text):
     assert dx.train(BASE, out=folder, resume=True).status == "completed"
 
 
+def test_a_result_without_the_seconds_of_its_validations_is_gone_on_from(stopped):
+    folder = stopped()
+    result = json.loads((folder / "result.json").read_text()) | {"validation_seconds": None}
+    (folder / "result.json").write_text(json.dumps(result))
+    assert dx.train(BASE, out=folder, resume=True).status == "completed"
+
+
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [

@@ -182,7 +182,7 @@ def taken_over(folder: Path, begin: Start) -> dict[str, Any]:
     now = {"step": begin.step, "after": before.get("status"), "changes": begin.changes}
     return {
         "resumed": [*before.get("resumed", []), now],
-        "validation_seconds": before.get("validation_seconds", 0.0),
+        "validation_seconds": before.get("validation_seconds") or 0.0,
     }
 
 
