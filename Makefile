@@ -1,6 +1,6 @@
 # Each target does all the set-up it needs, in .venv and nowhere else; a second call installs nothing.
 #   make lab        open the workbook in JupyterLab      (ARGS=--no-browser prints the address)
-#   make run        execute every lesson                 (a table at the end)
+#   make run        execute every lesson                 (a table at the end; one alone: .venv/bin/dxdy run 03)
 #   make test       what CI runs                         make test-all: everything, before work is called done
 #   make cases      every fault and every healthy set-up, on other random numbers (SEED=1)
 #   make notebooks  rebuild the lessons from their sources (NAMES="02_hand_check")

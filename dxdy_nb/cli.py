@@ -282,7 +282,7 @@ def _sweep(options: argparse.Namespace) -> int:
         f"the same command with --out {shlex.quote(str(out))} goes on",
         file=sys.stderr,
     )
-    done = sweep.run_all(planned, out, jobs=options.jobs, limits=limits)
+    done = sweep.run_all(planned, out, jobs=options.jobs, limits=limits, log=sys.stderr)
     lost = [one for one in done if one.result["status"] != "completed"]
     if options.json:
         told = [{"folder": str(one.folder), "changed": dict(one.planned.changed), **one.result} for one in done]

@@ -40,10 +40,10 @@ def counted(number: int, noun: str) -> str:
 
     Examples
     --------
-    >>> counted(1, "epoch"), counted(1200, "step"), counted(0, "batch")
-    ('1 epoch', '1,200 steps', '0 batches')
+    >>> counted(2, "epoch"), counted(1200, "step"), counted(0, "batch")
+    ('2 epochs', '1,200 steps', '0 batches')
     """
-    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "tch")) else "s"
     return f"{number:,} {noun}{ending}"
 
 

@@ -447,6 +447,8 @@ def test_the_list_is_filtered_and_sorted(runs, capsys):
     assert listed(runs, capsys, "--where", "seed=0", "--where", "lr=1e-1") == ["rate"]
     assert listed(runs, capsys, "--where", "model=mlp", "--where", "seed=2") == ["seed2"]  # model is the same in all
     assert listed(runs, capsys, "--status", "failed") == []
+    assert cli.main(["runs", "--in", str(runs), "--where", "lr=0.1", "--status", "completed"]) == 0
+    assert "lr=0.1" in capsys.readouterr().out  # what was asked for is seen, though it is the same in all
     losses = {path.name: json.loads((path / "result.json").read_text())["metrics"] for path in runs.iterdir()}
     expected = sorted((name for name in losses if losses[name]), key=lambda name: (losses[name]["test_loss"], name))
     assert listed(runs, capsys, "--sort", "test_loss") == [*expected, "diverged"]

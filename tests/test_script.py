@@ -254,6 +254,8 @@ def test_a_plain_loop_is_watched_and_recorded(tmp_path: Path) -> None:
         "directory": str(tmp_path),
     }
     assert result["metrics"]["steps"] == 48
+    assert result["metrics"]["found"] == "no error"
+    assert result["report"] in done.stderr
     assert len(trace.read(tmp_path / "run").steps) == 48
     told = ours(done.stderr)
     assert "completed after" in told and "  record     run\n" in told and "48, " in told

@@ -91,7 +91,7 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """Where the two runs went apart, in words."""
-        steps = f"{self.steps[0]} and {self.steps[1]} steps"
+        steps = f"{self.steps[0]} and {self.steps[1]} steps" if any(self.steps) else "no steps"
         if self.equal:
             weights = "" if self.weights is None else ", the final weights too"
             return f"bit-equal: all {counted(self.steps[0], 'step')}{weights}"
@@ -101,7 +101,7 @@ class Comparison:
         if self.divergence:
             lines.append(f"first difference at {self.divergence}")
         elif not min(self.steps):
-            lines.append(f"{steps} are recorded: there is no step to compare")
+            lines.append(f"{steps} recorded: there is nothing to compare step by step")
         elif self.steps[0] != self.steps[1]:
             lines.append(f"{steps}: bit-equal as far as both go")
         if self.weights is not None:
@@ -222,7 +222,8 @@ def table(found: Sequence[Entry], wanted: Mapping[str, Any] | None = None, sort:
         return len({repr(one.config.get(name, ...)) for one in told}) < 2
 
     fields = {name for one in shown for name in one.config}
-    return frame.drop(columns=[column(name) for name in fields if same(name)]).set_index("id")
+    unseen = {column(name) for name in fields if same(name)} - {*(wanted or {}), sort}
+    return frame.drop(columns=[*unseen]).set_index("id")
 
 
 def _trace(folder: Path) -> trace.Trace:

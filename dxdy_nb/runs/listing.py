@@ -3,6 +3,7 @@
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from dxdy_nb.errors import DxdyError, counted
@@ -32,7 +33,7 @@ def listing(table: "pd.DataFrame", width: int | None = None) -> str:
     rows = [("id", "status", "what", "seconds", "configuration and results, or the cause")]
     for name, row in table.iterrows():
         own = {str(key): _word(value) for key, value in row.items()}
-        rest = [f"{key}={value}" for key, value in own.items() if key not in OWN and value]
+        rest = [f"{key}={quote(value)}" for key, value in own.items() if key not in OWN and value]
         reason = own.get("reason", "")
         cause = reason[:LONGEST_CAUSE] + "…" if rest and len(reason) > LONGEST_CAUSE else reason
         last = "  ".join(filter(None, [cause, " ".join(rest)]))
@@ -62,6 +63,7 @@ def story(one: Entry) -> str:
         parts.append(f"{title}{_block(values)}" if values else f"{title}: none recorded")
     parts.append(_last_steps(one))
     parts += [f"where it failed\n{told['traceback'].rstrip()}"] if told.get("traceback") else []
+    parts += [f"what was found\n{told['report']}"] if told.get("report") else []
     return "\n\n".join(parts)
 
 

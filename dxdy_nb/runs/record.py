@@ -40,7 +40,7 @@ FORMS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("seconds", "validation_seconds"), (int, float, type(None))),
     **dict.fromkeys(("process", "metrics", "weights", "verdict"), dict),
     **dict.fromkeys(("validation", "resumed"), list),
-    "traceback": str,
+    **dict.fromkeys(("traceback", "report"), str),
 }
 LESSON_FOLDER = "DXDY_RUN_FOLDER"  # the environment variable by which a lesson's kernel knows where its record is
 LONGEST_TRACEBACK = 5000  # characters, of the end

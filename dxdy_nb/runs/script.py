@@ -121,6 +121,9 @@ class _Recording:
             self._say(f"no summary: {type(error).__name__}: {error}")
         try:
             self.report = self._watch.diagnose()
+            self._recorder.result["report"] = str(self.report)
+            wrong = "; ".join(f"{one.stage}: {one.cause}" for one in self.report.errors)
+            self._recorder.result["metrics"]["found"] = wrong or "no error"
         except Exception as error:
             self._say(f"no report: {type(error).__name__}: {error}")
 

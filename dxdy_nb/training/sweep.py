@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import psutil
 import yaml
@@ -169,13 +169,15 @@ def _work(base: RunConfig | Path, values: Mapping[str, Any]) -> RunConfig | Less
     return Lesson(base, {**lessons.parameters(base), **lessons.typed(base, values)})
 
 
-def run_all(planned: Sequence[Planned], out: Path, *, jobs: int = 1, limits: Limits | None = None) -> list[Outcome]:
+def run_all(
+    planned: Sequence[Planned], out: Path, *, jobs: int = 1, limits: Limits | None = None, log: TextIO | None = None
+) -> list[Outcome]:
     """Run what is planned and not done yet, ``jobs`` runs at once, and return how all of it ended.
 
     Each run has a folder of its own in ``out``, with what it prints in ``output.log``. Whatever ends a run is in its
     record, and the others go on. A run whose record says ``killed`` or ``interrupted`` is run again, in a folder of the
     same name with ``~2``; any other one counts as done, a failed one too, until its folder is removed. If this process
-    ends, its runs end with it.
+    ends, its runs end with it. ``log`` gets a line for each that is over.
 
     Raises
     ------
@@ -207,6 +209,9 @@ def run_all(planned: Sequence[Planned], out: Path, *, jobs: int = 1, limits: Lim
                 for child in [one for one in running if one.over(limits)]:
                     running.remove(child)
                     bar.update()
+                    if log:
+                        told = f"{child.folder.name}: {record.read_result(child.folder)['status']}"
+                        bar.write(f"{told} after {time.monotonic() - child.began:.0f} s", file=log)
         finally:
             bar.close()
             _interrupt(running)

@@ -780,8 +780,8 @@ lesson.check("line_step", line_step)
 # %% [markdown]
 # ### Exercise · own
 #
-# The whole fit. Start from w = 0 and b = 0, take `steps` steps, return both in one tensor of shape (2,). With or
-# without `torch.optim`, as you like.
+# The whole fit. `x` and `y` have the shape (n,). Start from w = 0 and b = 0, take `steps` steps, return both in one
+# tensor of shape (2,). With or without `torch.optim`, as you like.
 
 
 # %%

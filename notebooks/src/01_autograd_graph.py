@@ -66,7 +66,7 @@ lesson = Lesson("01_autograd_graph")
 lesson.predict("dy/dx of (x - 3)² at x0", None)
 
 # %%
-lesson.predict("x.grad before any backward (a number or a word)", None)
+lesson.predict('x.grad before any backward: 0.0, "None" or "an error"', None)
 
 # %%
 lesson.predict("x.grad after one backward", None)
@@ -77,7 +77,7 @@ lesson.predict("x.grad after a second forward and backward", None)
 # %%
 x = torch.tensor(x0, requires_grad=True)
 y = (x - 3) ** 2
-lesson.reveal("x.grad before any backward (a number or a word)", str(x.grad))
+lesson.reveal('x.grad before any backward: 0.0, "None" or "an error"', str(x.grad))
 
 # %%
 y.backward()
