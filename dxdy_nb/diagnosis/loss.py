@@ -586,8 +586,6 @@ def not_a_number(experiment: Experiment) -> Iterator[Finding]:
             return
         if not step.losses or math.isfinite(float(step.losses[-1].output)) or _overflows(out):
             return
-        if step.lost is not None and step.lost.operation not in ("", "log"):
-            return  # it is known, and another
         reading = experiment.reading
         ignored = _signed(getattr(reading.node, "_saved_ignore_index", -100)) if reading is not None else -100
         labels = [t for t in (step.losses[-1].args[1:2]) if torch.is_tensor(t) and not t.is_floating_point()]
@@ -597,7 +595,7 @@ def not_a_number(experiment: Experiment) -> Iterator[Finding]:
                 f"step {step.index}",
                 f"step {step.index}: every label is ignore_index ({ignored}), so the mean is 0/0",
             )
-        else:
+        elif step.lost is None or step.lost.operation in ("", "log"):  # else it is known, and another
             yield found(
                 "log-of-zero",
                 f"step {step.index}",
