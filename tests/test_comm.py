@@ -200,6 +200,55 @@ def test_who_waits_for_whom_is_told_from_the_last_events():
     assert [f.cause for f in findings] == ["uneven-inputs-hang"]
 
 
+def stepping(*passes, left=True, **last):
+    """Return the log of a rank that made so many steps in each pass, of so many batches, and what it did at last."""
+    log = []
+    for steps, batches in passes:
+        log.append({"event": "pass", "batches": batches})
+        log += [{"event": "backward", "reduces": True, "line": ["t.py", 3]}, {"event": "backwarded"}] * steps
+    return [*log, {"event": "passed"}, *([last] if last else []), {"event": "end" if left else "raised"}]
+
+
+MEETS = {"event": "collective", "name": "all_reduce", "world": True, "size": 2, "line": ["t.py", 9]}
+FORWARD = {"event": "forward", "ddp": True, "grad": True, "sync": True}
+
+
+@pytest.mark.parametrize(
+    ("logs", "cause", "told"),
+    [
+        (
+            (stepping((6, 6), (2, 6)), stepping((4, 4), (4, 4))),
+            "collective-mismatch",
+            "rank 0 has left, after 8 backwards",
+        ),
+        (
+            (stepping((6, 6), (3, 6)), stepping((4, 4), (4, 4))),
+            "uneven-inputs-hang",
+            "rank 0 6 of 6 batches, rank 1 4 of",
+        ),
+        (
+            (stepping((4, 6), left=False, **FORWARD), stepping((4, 4), left=False, **MEETS)),
+            "uneven-inputs-hang",
+            "0 5 of",
+        ),
+        ((stepping((4, None), left=False, **FORWARD), stepping((4, None))), "uneven-inputs-hang", "rank 0 5, rank 1 4"),
+        ((stepping((4, 4), (1, 4)), stepping((4, 4), left=False, **MEETS)), "collective-mismatch", "rank 0 backward"),
+        ((stepping((5, 8)), stepping((4, 8), left=False, **MEETS)), "collective-mismatch", "rank 1 all_reduce of 2"),
+        (
+            (stepping((4, 4), left=False, **{**FORWARD, "grad": False}), stepping((4, 4))),
+            "collective-mismatch",
+            "forward",
+        ),
+    ],
+)
+def test_a_rank_with_fewer_batches_is_told_from_one_that_calls_another_collective(logs, cause, told):
+    log = [{**e, "all": "Connection closed"} if e["event"] == "raised" else e for e in logs[0]]
+    other = [{**e, "all": "Connection closed"} if e["event"] == "raised" else e for e in logs[1]]
+    (finding,) = RULES[0](Ranks((log, other), {0: "rank 0 of 2 was ended."}))
+    assert finding.cause == cause, finding
+    assert told in finding.evidence
+
+
 def config(**changes):
     base = dx.RunConfig(data="spirals", model="mlp", max_steps=6, batch_size=32, world_size=2, device="cpu", lr=0.1)
     return base.override(changes)

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import signal
 import socket
 import stat
@@ -183,6 +184,20 @@ def test_a_bar_moves_where_somebody_watches(capsys):
     gone = "\r" + " " * len("[rank 0] 2 of 9") + "\r"
     assert err == f"\r[rank 1] 1 of 9\r[rank 0] 2 of 9{gone}[rank 0] 9\n[rank 1] 3 of 9\n"
     assert out == "[rank 0] h\u00fc\n[rank 0] e\n"
+
+
+def test_who_waits_and_until_when_is_said_once_while_no_rank_moves(capsys, monkeypatch):
+    monkeypatch.setattr(pool, "QUIET", 4 * worker.PULSE)
+
+    def waits():
+        dist.barrier()
+        time.sleep(12 * worker.PULSE if dist.get_rank() else 0)
+        dist.barrier()
+
+    dx.launch(waits)
+    line = waits.__code__.co_firstlineno + 3
+    said = rf"launch: no rank has moved for 1 s; rank 0 waits in barrier \(test_ranks\.py:{line}\)\. Given up at "
+    assert re.fullmatch(said + r"\d\d:\d\d:\d\d\.\n", capsys.readouterr().err)
 
 
 # What cannot be

@@ -55,17 +55,21 @@ def failures(ranks: Ranks) -> Iterator[Finding]:
         yield parted
     else:
         rank, how = next(iter(ranks.failures.items()))
-        others = "; ".join(f"rank {r} {doing(log)}" for r, log in enumerate(ranks.logs) if r != rank)
-        yield found("rank-died", f"rank {rank}", f"rank {rank} {how}, when it {doing(ranks.logs[rank])}; {others}")
+        told = "; ".join(f"rank {r} {doing(log)}" for r, log in enumerate(ranks.logs))
+        cause = "collective-mismatch" if _left(ranks.logs[rank]) else "rank-died"
+        yield found(cause, f"rank {rank}", f"{how} Last seen: {told}")
+
+
+def _left(log: Sequence[Event]) -> bool:
+    """Return whether a rank came to its end without an error."""
+    kinds = {e["event"] for e in log[-2:]}
+    return "end" in kinds and "raised" not in kinds
 
 
 def last(log: Sequence[Event]) -> Event:
     """Return the last thing a rank began and did not end."""
-    ends = {"raised", "end", "collected", "backwarded", "updated"}
-    for place in range(len(log) - 1, -1, -1):
-        if log[place]["event"] not in {"raised", "end"}:
-            return {} if log[place]["event"] in ends else log[place]
-    return {}
+    event: Event = next((e for e in reversed(log) if e["event"] not in {"raised", "end"}), {})
+    return event if event.get("event") in DOING and not _left(log) else {}
 
 
 def doing(log: Sequence[Event]) -> str:
@@ -76,6 +80,8 @@ def doing(log: Sequence[Event]) -> str:
     number = sum(e["event"] == "backward" for e in log)
     if event.get("event") == "backward":
         return f"waits in its backward number {number}"
+    if event.get("event") == "forward" and event["ddp"]:
+        return f"waits in DistributedDataParallel's forward, after {counted(number, 'backward')}"
     if not event and log and any(e["event"] == "end" for e in log):
         return f"has left, after {counted(number, 'backward')}"
     return DOING.get(event.get("event", ""), ("comm", "runs its own code"))[1]
@@ -83,7 +89,7 @@ def doing(log: Sequence[Event]) -> str:
 
 def out_of_step(ranks: Ranks) -> Finding | None:
     """Return the first place where one rank waits in what another does not call."""
-    meetings = [[_meeting(e) for e in log if _meeting(e)] for log in ranks.logs]
+    meetings = [[_meeting(e) for e in log if _meeting(e)] for log in map(_waits, ranks.logs)]
     lengths = [len(m) for m in meetings]
     place = next((i for i, each in enumerate(zip(*meetings, strict=False)) if differing(each)), min(lengths))
     if place == max(lengths):
@@ -95,10 +101,39 @@ def out_of_step(ranks: Ranks) -> Finding | None:
     met = [e for e in waiting if e.get("event") == "collective"]
     line = backwards[0][-1]["line"] if backwards[0] else ()
     inside = any(_same_loop(line, e["line"]) for e in met)
-    uneven = "backward" in where and differing([len(b) for b in backwards]) and not inside
-    cause = "uneven-inputs-hang" if uneven else "collective-mismatch"
+    if uneven := "" if inside or "backward" not in where else _uneven(ranks):
+        return found("uneven-inputs-hang", "loader", f"{uneven}. {told}")
     evidence = f"meeting {place + 1}: {', '.join(f'rank {r} {w}' for r, w in enumerate(where))}. {told}"
-    return found(cause, "", evidence)
+    return found("collective-mismatch", "", evidence)
+
+
+def _waits(log: Sequence[Event]) -> list[Event]:
+    """Return a log in which a forward of DistributedDataParallel that has not ended is the step that it belongs to."""
+    event = last(log)
+    if event.get("event") != "forward" or not event["ddp"]:
+        return [*log]
+    if event["grad"] and event["sync"]:
+        return [*log, {"event": "backward", "reduces": True}]
+    return [*log, {"event": "collective", "name": "forward", "world": True, "size": 0}]
+
+
+def _uneven(ranks: Ranks) -> str:
+    """Return how many steps each rank made in the first pass over a loader in which these differ."""
+    passes: list[list[list[Any]]] = []
+    for log in map(_waits, ranks.logs):
+        passes.append([[None, 0]])
+        for event in log:
+            if event["event"] == "pass":
+                passes[-1].append([event["batches"], 0])
+            passes[-1][-1][1] += _meeting(event) == "backward"
+        passes[-1] = [p for p in passes[-1] if p[1]]
+    for place, each in enumerate(zip(*passes, strict=False)):
+        batches = [b for b, _ in each]
+        if differing([steps for _, steps in each]):
+            told = [f"rank {r} {n}" + (f" of {b} batches" if b is not None else "") for r, (b, n) in enumerate(each)]
+            even = None not in batches and not differing(batches)
+            return "" if even else f"steps in pass {place + 1}: {', '.join(told)}"
+    return ""
 
 
 def _same_loop(line: Sequence[Any], other: Sequence[Any]) -> bool:

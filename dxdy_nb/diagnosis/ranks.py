@@ -121,7 +121,9 @@ def _saw(ranks: Ranks) -> dict[str, str]:
         "samplers": ", ".join(sorted(samplers)) or "no DataLoader was read",
         "collectives": ", ".join(sorted({e["name"] for e in ranks.any("collective")})) or "none by the code itself",
     }
-    return rows | {f"rank {r}": how for r, how in ranks.failures.items()}
+    return rows | {
+        f"rank {r}": how.removeprefix(f"rank {r} of {len(ranks.logs)} ") for r, how in ranks.failures.items()
+    }
 
 
 def _unchecked(ranks: Ranks) -> Iterator[str]:

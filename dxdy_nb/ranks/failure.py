@@ -1,9 +1,11 @@
 """Which rank is to blame: not the one that lost its peer, but the one that was lost."""
 
 import linecache
+import os
 import pickle
 import re
 import textwrap
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +15,7 @@ from dxdy_nb.ranks.worker import Beat, Failure
 # What gloo and nccl say where another rank is gone or late.
 LOST = re.compile(
     "Connection (closed|reset|refused)|Broken pipe|Timed out waiting|[Tt]imeout after|connectFullMesh failed"
-    "|communicator was aborted|remote process exited"
+    "|communicator was aborted|remote process exited|caused pair closure"
 )
 _HINTS = {
     "SIGKILL": " It was killed from outside: by hand, or by the system for want of memory.",
@@ -60,6 +62,17 @@ class Seen:
         line = linecache.getline(beat.file, beat.line).strip()
         waits = f"waiting for the others in {beat.waits}, " if beat.waits else ""
         return f"was {waits}in {beat.function}, {beat.file}:{beat.line}{line and f': `{line}`'}{steps}."
+
+
+def waiting(ranks: Sequence[Seen], seconds: float, left: float) -> str:
+    """Return who waits in which collective while no rank moves, for how long, and until when; "" for nobody."""
+    told = [
+        f"rank {rank} waits in {seen.beat.waits} ({os.path.basename(seen.beat.file)}:{seen.beat.line})"
+        for rank, seen in enumerate(ranks)
+        if seen.beat.waits and not seen.over
+    ]
+    until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
+    return f"launch: no rank has moved for {seconds:.0f} s; {', '.join(told)}. Given up at {until}." if told else ""
 
 
 def blame(ranks: Sequence[Seen], stall: float | None) -> RankError:

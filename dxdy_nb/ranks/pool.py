@@ -20,13 +20,14 @@ from numbers import Real
 from typing import IO, Any
 
 from dxdy_nb.errors import DxdyError, counted
-from dxdy_nb.ranks.failure import Seen, blame
+from dxdy_nb.ranks.failure import Seen, blame, waiting
 from dxdy_nb.ranks.output import Output
 from dxdy_nb.ranks.shipping import packed
 from dxdy_nb.ranks.worker import PULSE, Failure, Job
 from dxdy_nb.runs.environment import attended
 
 IDLE = 600.0  # seconds after which unused processes end: each holds 220 MB, and on a GPU a context
+QUIET = 5.0  # seconds without any rank moving after which it is said, once, who waits
 GRACE = 2.0  # seconds in which the others may still tell a better reason than a lost peer
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from dxdy_nb.ranks.worker import main; main{arguments}"
 
@@ -265,13 +266,18 @@ def _follow(workers: Sequence[_Worker], job: Job, stall: float | None) -> list[b
     for one in workers:
         one.seen = Seen()
         one.send(job)
-    moved, until = time.monotonic(), math.inf
+    moved, until, told = time.monotonic(), math.inf, ""
     while running := [one for one in workers if not one.seen.over]:
         streams = [stream.fileno() for one in workers for stream in one.streams]
         wait([*streams, *(one.link for one in running)], PULSE)
         heard = [one.hear(output) for one in workers]
         now = time.monotonic()
         moved = now if any(heard) else moved
+        if not told and now - moved > QUIET:
+            left = min(job.timeout, stall or math.inf) - (now - moved)
+            if told := waiting([one.seen for one in workers], now - moved, left):
+                output.end()
+                print(told, file=sys.stderr, flush=True)
         if any(one.seen.failure for one in workers):
             until = min(until, now + (GRACE / 10 if any(one.seen.guilty for one in workers) else GRACE))
         if now > until or (stall is not None and now - moved > stall):

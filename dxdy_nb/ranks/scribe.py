@@ -209,7 +209,7 @@ class Scribe:
     def iterate(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Note that a pass over a loader begins, and its first batches."""
         number = _number_of(self._loaders, loader)
-        self.write("pass", number=number, sampler=type(loader.sampler).__name__)
+        self.write("pass", number=number, sampler=type(loader.sampler).__name__, batches=_length(loader))
         self._batches = 0
 
         def fetch(batches: Iterator[Any]) -> Any:
@@ -248,6 +248,8 @@ class Scribe:
     def forwarded(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Note where its outputs lie."""
         self._outputs |= {t.data_ptr() for t in tensors_in(output) if t.requires_grad}
+        if isinstance(module, DistributedDataParallel):  # may wait in its forward: for buffers, or to regroup gradients
+            self.write("forwarded")
 
     def loss(self, function: Callable[..., Any], inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         """Note how many targets a classification loss counts."""
@@ -383,6 +385,14 @@ def _number_of(known: list[Any], one: Any) -> int:
             return number
     known.append(one)
     return len(known) - 1
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    """Return the batches of a pass; None where the loader does not know. To ask it itself would have it count them."""
+    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    with contextlib.suppress(TypeError, NotImplementedError):
+        return len(batches)
+    return None
 
 
 def _reduction(root: Tensor) -> tuple[str, bool]:

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 PULSE = 0.25  # seconds between two looks at the parent and at the function
 _OURS = os.path.dirname(__file__)
-_LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), _OURS, "<frozen", "<string>")
+_HOOKS = os.path.join(os.path.dirname(_OURS), "observe")
+_LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), _OURS, _HOOKS, "<frozen", "<string>")
 _steps = 0  # of optimizers, in the call that runs
 
 
@@ -92,6 +93,8 @@ def _watch(main_thread: int, parent: int, folder: str, tell: Callable[..., None]
                 inner = frames[0].f_code
                 waits = inner.co_name if f"{os.sep}torch{os.sep}distributed{os.sep}" in inner.co_filename else ""
                 waits = "backward" if inner.co_name == "_engine_run_backward" else waits
+                if inner.co_filename.endswith(os.path.join("torch", "nn", "parallel", "distributed.py")):
+                    waits = "DistributedDataParallel"
                 own = [frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)][:1]
                 where = [(one.f_code.co_name, one.f_code.co_filename, one.f_lineno) for one in own] or [("", "", 0)]
                 tell(beat=Beat(_steps, waits, *where[0]))
