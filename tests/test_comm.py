@@ -12,11 +12,12 @@ import rank_workers
 import torch
 from rank_workers import FAULTS
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import dxdy_nb as dx
 from dxdy_nb.cli import main
 from dxdy_nb.diagnosis import ranks
-from dxdy_nb.diagnosis.comm import RULES, doing
+from dxdy_nb.diagnosis.comm import RULES, doing, repeated
 from dxdy_nb.ranks.digest import checksum, sketch
 from dxdy_nb.ranks.log import logged, read
 from dxdy_nb.ranks.verify import Ranks
@@ -247,6 +248,46 @@ def test_a_rank_with_fewer_batches_is_told_from_one_that_calls_another_collectiv
     (finding,) = RULES[0](Ranks((log, other), {0: "rank 0 of 2 was ended."}))
     assert finding.cause == cause, finding
     assert told in finding.evidence
+
+
+def split(data, rank):
+    return torch.utils.data.Subset(data, range(32 * rank, 32 * rank + 32))
+
+
+DRAWN = torch.utils.data.WeightedRandomSampler(torch.ones(64), 64)
+SHARED = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.arange(64) % 4)
+FEW = torch.utils.data.TensorDataset(torch.arange(64) % 8)  # samples that are alike
+
+
+@pytest.mark.parametrize(
+    ("loader", "batches", "severity"),
+    [
+        (lambda rank: DataLoader(SHARED, 8, shuffle=True), 8, "error"),
+        (lambda rank: DataLoader(SHARED, 8, shuffle=True), 4, "hint"),
+        (lambda rank: DataLoader(SHARED, 8, shuffle=True), 1, ""),
+        (lambda rank: DataLoader(split(SHARED, rank), 8, shuffle=True), 4, ""),
+        (lambda rank: DataLoader(split(FEW, rank), 8, shuffle=True), 4, ""),
+        (lambda rank: DataLoader(SHARED, 8, sampler=DistributedSampler(SHARED, 2, rank)), 4, ""),
+        (lambda rank: DataLoader(SHARED, 8, sampler=RandomSampler(SHARED, replacement=True)), 8, ""),
+        (lambda rank: DataLoader(SHARED, 8, sampler=DRAWN), 8, ""),
+        (lambda rank: DataLoader(SHARED, 8, sampler=RandomSampler(SHARED, num_samples=32)), 4, ""),
+    ],
+)
+@pytest.mark.parametrize("trains", [True, False])
+def test_ranks_that_go_over_the_same_samples_each_in_its_own_order(tmp_path, loader, batches, severity, trains):
+    logs = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        weight, taken = torch.ones(1, requires_grad=True), iter(range(batches))
+        with logged(tmp_path / f"rank{rank}.jsonl", rank):
+            weight.sum().backward()
+            mine = loader(rank)
+            for _ in mine if batches == len(mine) else zip(taken, mine, strict=False):
+                if trains:
+                    weight.sum().backward()
+        logs.append([{**e, "reduces": True} for e in read(tmp_path / f"rank{rank}.jsonl")])
+    findings = [(f.cause, f.severity) for f in repeated(Ranks(tuple(logs), {}))]
+    assert findings == ([("no-distributed-sampler", severity)] if severity and trains else [])
 
 
 def config(**changes):

@@ -13,6 +13,7 @@ from dxdy_nb.ranks.log import Event, named
 from dxdy_nb.ranks.verify import Ranks, differing, is_number, windows
 
 CLOSE = 1e-4  # relative: two reductions of the same numbers in another order
+TWICE = 3  # samples that two ranks read in one pass: fewer may be alike by chance
 UNEVEN = 2.0  # times as many samples as another rank: what an error in the weights of samples is called an error
 WORDS = {
     "Expected to have finished reduction in the prior iteration": "unused-params-error",
@@ -207,7 +208,7 @@ def padded(ranks: Ranks) -> Iterator[Finding]:
 
 
 def repeated(ranks: Ranks) -> Iterator[Finding]:
-    """All ranks train on the same batches."""
+    """All ranks train on the same batches, or go over the same samples each in an order of its own."""
     if not ranks.averaged:
         return
     first = []
@@ -217,12 +218,24 @@ def repeated(ranks: Ranks) -> Iterator[Finding]:
             return
         rest = log[start + 1 :]
         stop = next((i for i, e in enumerate(rest) if e["event"] == "pass"), len(rest))
-        first.append([e["sum"] for e in rest[:stop] if e["event"] == "batch"])
-    count = min(map(len, first))
-    if count > 1 and not differing([sums[:count] for sums in first]) and len(set(first[0][:count])) > 1:
-        sampler = next(e["sampler"] for e in ranks.logs[0] if e["event"] == "pass")
-        seen = f"the first {count} batches are the same on all {len(first)} ranks (sampler: {sampler})"
+        first.append((log[start], rest[:stop]))
+    batches = [[e for e in piece if e["event"] == "batch" and e["number"] == p["number"]] for p, piece in first]
+    count, begun = min(map(len, batches)), first[0][0]
+    firsts = [[e["sum"] for e in each[:count]] for each in batches]
+    if count > 1 and not differing(firsts) and len(set(firsts[0])) > 1:
+        seen = f"the first {count} batches are the same on all {len(first)} ranks (sampler: {begun['sampler']})"
         yield found("no-distributed-sampler", "loader", seen)
+    elif begun["whole"] and not differing([e["whole"] for e, _ in first]):
+        read = [[s for e in each for s in e["samples"]] for each in batches]
+        sets = [set(samples) for samples in read]
+        both = min(len(sets[0] & other) for other in sets[1:])
+        chance = min(map(len, sets)) ** 2 / begun["whole"]  # two orders of the same samples have so many in common
+        alike = max(len(samples) - len(own) for samples, own in zip(read, sets, strict=True))  # in the data themselves
+        if both >= max(TWICE, chance / 2, 8 * alike):
+            seen = f"{both} of the first {len(sets[0])} samples of rank 0 are among those of each other rank"
+            seen += f": all go over the same {begun['whole']} ({begun['sampler']}), in {begun['batches']} batches"
+            ended = all(any(e["event"] == "passed" for e in piece) for _, piece in first)
+            yield found("no-distributed-sampler", "loader", seen, severity="error" if ended else "hint")
 
 
 def _trains(rest: Sequence[Event]) -> bool:

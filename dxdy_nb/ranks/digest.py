@@ -13,6 +13,7 @@ from torch import Tensor
 
 Sketch = tuple[float, float]  # norm and projection
 SAMPLED = 65_536  # elements of a tensor that a sketch reads
+READ = 4_096  # elements of a sample that its checksum reads
 PARTS = 4  # of a large tensor, which in turn are all that a cheap checksum reads
 
 
@@ -43,6 +44,31 @@ def checksum(tensors: Iterable[Tensor], turn: int | None = None) -> int:
             number += 0x9E3779B1 * int(data[whole:].sum(dtype=torch.int64))
         total = (total * 1_000_003 + number) & (2**62 - 1)
     return total
+
+
+def checksums(tensors: Iterable[Tensor], size: int) -> list[int]:
+    """Return a number for each sample of a batch, from all its tensors of that length; zeros at the end do not count.
+
+    Examples
+    --------
+    >>> a, b, padded = checksums([torch.tensor([[1, 2, 0], [2, 1, 0], [1, 2, 0]])], 3)
+    >>> a == padded, a == b, [a] == checksums([torch.tensor([[1, 2]])], 1)
+    (True, False, True)
+    """
+    total = torch.zeros(size, dtype=torch.int64)
+    for t in tensors:
+        if t.layout is torch.strided and not t.is_complex() and t.numel() and t.dim() and len(t) == size:
+            flat = t.detach().reshape(size, -1)
+            flat = flat[:, :: max(1, flat.shape[1] // READ)][:, :READ]
+            words = flat.cpu().double().view(torch.int64)
+            # The low half of a small number's bits is zero: a product that wraps would lose the high one.
+            total = total * 1_000_003 + ((words ^ (words >> 32)) * _weights()[: words.shape[1]]).sum(1)
+    return total.tolist()
+
+
+@functools.cache
+def _weights() -> Tensor:
+    return torch.randint(-(2**62), 2**62, (READ,), generator=torch.Generator().manual_seed(READ))
 
 
 @functools.lru_cache(maxsize=64)

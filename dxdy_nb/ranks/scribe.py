@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from dxdy_nb.nested import tensors_in
 from dxdy_nb.observe.batches import Fetches, batch_size, sample_ids
-from dxdy_nb.ranks.digest import SAMPLED, checksum, is_sharded, sketches, sums
+from dxdy_nb.ranks.digest import SAMPLED, checksum, checksums, is_sharded, sketches, sums
 from dxdy_nb.ranks.session import hold
 
 TIMED = 11  # updates after which torch has told the times of the reductions before, one by one
@@ -209,7 +209,7 @@ class Scribe:
     def iterate(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Note that a pass over a loader begins, and its first batches."""
         number = _number_of(self._loaders, loader)
-        self.write("pass", number=number, sampler=type(loader.sampler).__name__, batches=_length(loader))
+        self.write("pass", number=number, sampler=type(loader.sampler).__name__, **_extent(loader))
         self._batches = 0
 
         def fetch(batches: Iterator[Any]) -> Any:
@@ -225,7 +225,9 @@ class Scribe:
             if self._batches <= CLOSE:
                 ids = sample_ids(batch)
                 known = {} if ids is None else {"ids": ids.tolist()}
-                self.write("batch", number=number, sum=checksum(tensors_in(batch)), **known)
+                tensors = tensors_in(batch)
+                samples = checksums(tensors, batch_size(tensors)) if self.looking else []
+                self.write("batch", number=number, sum=checksum(tensors), samples=samples, **known)
             return batch
 
         return Fetches(begin(), fetch)
@@ -387,12 +389,15 @@ def _number_of(known: list[Any], one: Any) -> int:
     return len(known) - 1
 
 
-def _length(loader: DataLoader[Any]) -> int | None:
-    """Return the batches of a pass; None where the loader does not know. To ask it itself would have it count them."""
-    batches: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+def _extent(loader: DataLoader[Any]) -> dict[str, int | None]:
+    """Return the batches of a pass, None where the loader does not know, and the samples if it reads each once."""
+    sampler, by = loader.sampler, loader.batch_sampler
+    batches = None
     with contextlib.suppress(TypeError, NotImplementedError):
-        return len(batches)
-    return None
+        batches = len(sampler if by is None else by)  # type: ignore[arg-type]  # a loader that is asked counts its own
+    once = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    whole = once and type(by) in (BatchSampler, type(None)) and len(sampler) == len(loader.dataset)  # type: ignore[arg-type]
+    return {"batches": batches, "whole": len(loader.dataset) if whole else 0}  # type: ignore[arg-type]
 
 
 def _reduction(root: Tensor) -> tuple[str, bool]:
