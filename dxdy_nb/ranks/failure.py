@@ -72,7 +72,8 @@ def waiting(ranks: Sequence[Seen], seconds: float, left: float) -> str:
         if seen.beat.waits and not seen.over
     ]
     until = time.strftime("%H:%M:%S", time.localtime(time.time() + left))
-    return f"launch: no rank has moved for {seconds:.0f} s; {', '.join(told)}. Given up at {until}." if told else ""
+    text = f"launch: no rank has moved for {seconds:.0f} s; {', '.join(told)}. Given up at {until} at the latest."
+    return text if told else ""
 
 
 def blame(ranks: Sequence[Seen], stall: float | None) -> RankError:
