@@ -273,7 +273,7 @@ def _follow(workers: Sequence[_Worker], job: Job, stall: float | None) -> list[b
         heard = [one.hear(output) for one in workers]
         now = time.monotonic()
         moved = now if any(heard) else moved
-        if not told and now - moved > QUIET:
+        if job.attended and not told and now - moved > QUIET:
             left = min(job.timeout, stall or math.inf) - (now - moved)
             if told := waiting([one.seen for one in workers], now - moved, left):
                 output.end()
