@@ -435,6 +435,75 @@ def test_a_closure_that_is_asked_often_accumulates_nothing():
     assert report.unchecked == ()
 
 
+def _by_hand_softmax(out):
+    return out.exp() / out.exp().sum(1, keepdim=True)
+
+
+def _taught(y):
+    return (2.0 * F.one_hot(y, 4)).softmax(1)
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "cause"),
+    [
+        (lambda out, y: F.cross_entropy(out.softmax(1), y), "softmax-then-ce"),
+        (lambda out, y: nn.CrossEntropyLoss(label_smoothing=0.1)(out.softmax(1)[2:], y[2:]), "softmax-then-ce"),
+        (lambda out, y: F.cross_entropy(out.softmax(1), _taught(y)), "softmax-then-ce"),
+        (lambda out, y: F.nll_loss(out.softmax(1).log_softmax(1), y), "softmax-then-ce"),
+        (lambda out, y: F.cross_entropy(_by_hand_softmax(out), y), "softmax-then-ce"),
+        (lambda out, y: F.binary_cross_entropy_with_logits(out.sigmoid(), _taught(y)), "sigmoid-then-bcelogits"),
+        (lambda out, y: F.nll_loss(out, y), "nll-on-logits"),
+        (lambda out, y: F.nll_loss(out.softmax(1), y), "nll-on-logits"),
+        (lambda out, y: F.nll_loss(out.softmax(1).log(), y), ""),
+        (lambda out, y: F.binary_cross_entropy_with_logits(out, F.one_hot(y, 4).float()), ""),
+        (lambda out, y: F.nll_loss((1 - out.softmax(1)) ** 2 * out.log_softmax(1), y), ""),  # the focal loss
+        (lambda out, y: F.cross_entropy(out, _taught(y)), ""),  # distillation
+        (lambda out, y: F.kl_div(out.log_softmax(1), _taught(y), reduction="batchmean"), ""),
+        (lambda out, y: F.cross_entropy(out.softmax(1) @ torch.eye(4).mul(9), y), ""),  # a gate, and a layer behind it
+    ],
+)
+def test_what_a_loss_takes_is_read_wherever_it_was_made(loss_of, cause):
+    torch.manual_seed(0)
+    y = torch.randint(0, 4, (96,))
+    loader = DataLoader(TensorDataset(3 * torch.randn(4, 5)[y] + torch.randn(96, 5), y), 8, shuffle=True)
+    model = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        optimizer.zero_grad()
+        loss = loss_of(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+
+    given = {"model": model, "loader": loader, "optimizer": optimizer}
+    numbers = "_by_hand_softmax" in loss_of.__code__.co_names  # no operation tells: cross_entropy must be heard itself
+    reports = [] if numbers else [dx.diagnose(**given, loss_fn=loss_of), dx.diagnose(**given, train_step=train_step)]
+    with dx.watch(model, optimizer) as w:
+        for batch in loader:
+            train_step(model, batch, optimizer, None, 0)
+    causes = [[finding.cause for finding in report.errors] for report in (*reports, w.diagnose())]
+    assert causes == [[cause] * bool(cause)] * len(causes)
+
+
+@pytest.mark.parametrize("own", ["loss_fn", "train_step"])
+def test_a_softmax_is_left_out_wherever_it_stands(own):
+    def loss_fn(out, y):
+        return F.cross_entropy(out.softmax(1) if own == "loss_fn" else out, y)
+
+    def train_step(model, batch, optimizer, loss_fn, step):
+        optimizer.zero_grad()
+        loss_fn(model(batch[0]).softmax(1), batch[1]).backward()
+        optimizer.step()
+
+    torch.manual_seed(0)
+    y, model = torch.randint(0, 4, (96,)), nn.Linear(5, 4)
+    x = 3 * torch.randn(4, 5)[y] + torch.randn(96, 5)
+    given = {"model": model, "loader": DataLoader(TensorDataset(x, y), 8), "loss_fn": loss_fn}
+    given |= {"train_step": train_step} if own == "train_step" else {}
+    (error,) = dx.diagnose(**given, optimizer=torch.optim.Adam(model.parameters(), 0.01)).errors
+    assert error.try_fix().confirmed
+
+
 @pytest.mark.parametrize("loss", [lambda out, y: F.cross_entropy(out), lambda out, y: nn.CrossEntropyLoss()(out)])
 def test_a_loss_that_is_called_with_too_little_is_an_error_of_the_loss(loss):
     report = _classes(loss)

@@ -315,6 +315,7 @@ FIXES = (
         _each(_modules(nn.Module), lambda m: hasattr(m, "reset_parameters") and m.reset_parameters())),
     # loss
     Fix("softmax-then-ce", "the logarithm of the output", _forward(_then(lambda p: (p + 1e-30).log())), better=True),
+    Fix("softmax-then-ce", "the loss without the softmax", _loss(_inside({"softmax": lambda func, x, *_, **named: x}))),
     Fix("sigmoid-then-bcelogits", "the sigmoid undone", _forward(_then(lambda p: p.logit(1e-6))), better=True),
     Fix("wrong-sign", "the loss with the other sign", _loss(lambda own, *given: -own(*given))),
     Fix("mse-broadcast", "the target in the output's shape", _loss(lambda own, out, y: own(out, y.reshape_as(out)))),
@@ -358,7 +359,8 @@ FIXES = (
     Fix("backward-missing backward-twice zero-grad-missing zero-grad-after-backward graph-kept-by-logging step-missing "
         "graph-used-twice hook-added-each-step optimizer-recreated-each-step weights-changed-every-step "
         "clip-out-of-order accumulation-cleared fp16-underflow-no-scaler scaler-bypassed scaler-update-missing "
-        "clip-before-unscale loss-rewrapped wrong-sign gradient-ascent weights-changed-outside", USUAL, usual),
+        "clip-before-unscale loss-rewrapped wrong-sign gradient-ascent weights-changed-outside "
+        "softmax-then-ce sigmoid-then-bcelogits nll-on-logits", USUAL, usual),
     # reproduce
     Fix("checkpoint-omits-frozen strict-false-loads-nothing resume-no-optimizer-state resume-no-scheduler "
         "resume-param-order-swapped resume-replays-order", "all states saved and loaded", _saved_whole),

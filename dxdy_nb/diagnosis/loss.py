@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from dxdy_nb.autograd.copies import random_states
-from dxdy_nb.diagnosis.observation import leading, output_of
+from dxdy_nb.diagnosis.observation import Step, leading, output_of
 from dxdy_nb.diagnosis.probes import Experiment, set_lr
-from dxdy_nb.diagnosis.reading import KINDS, Calls, Reading, bounds
+from dxdy_nb.diagnosis.reading import KINDS, Calls, Reading, bounds, floor
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import equal, replaced
 from dxdy_nb.errors import counted
@@ -74,46 +74,30 @@ def single_logit(experiment: Experiment) -> Iterator[Finding]:
 
 def wrong_input(experiment: Experiment) -> Iterator[Finding]:
     """The loss expects logits, probabilities or log-probabilities, and gets another of them."""
+    told = next((step.misfed for step in experiment.seen.steps if step.misfed), None)
+    if told is not None:
+        yield found(told[0], "loss_fn", told[1])
+        return
     reading = experiment.reading
-    if reading is None or reading.output.numel() == 0:
+    if reading is None or reading.kind not in ("cross_entropy", "soft_cross_entropy"):
         return
-    outputs = [out for step in experiment.seen.steps if (out := output_of(step)) is not None]
-    outputs = [out.float() for out in outputs if out.dim() == reading.output.dim()]
+    outputs = [out for step in experiment.seen.steps if (out := _given(step)) is not None]
+    outputs = [out.float() for out in outputs if out.numel()]
     classes = [out.transpose(1, -1) for out in outputs if out.dim() > 1] or outputs
-    if not outputs or not classes[0].dim():
-        return
-    if reading.kind == "nll":
-        total = classes[0].exp().sum(-1)
-        if bool(((total - 1).abs() > 1e-3).any()):
-            yield found(
-                "nll-on-logits",
-                "loss_fn",
-                f"nll_loss needs log-probabilities; exp(output) sums to {float(total.mean()):.3g} a row, not 1",
-            )
     sums = all(bool((out >= 0).all()) and bool(((out.sum(-1) - 1).abs() < CLOSE).all()) for out in classes)
-    if reading.kind in ("cross_entropy", "soft_cross_entropy") and sums and classes[0].size(-1) > 1:
-        floor = math.log(1 + (classes[0].size(-1) - 1) * math.exp(-1))
+    if classes and sums and classes[0].dim() and (count := classes[0].size(-1)) > 1:
         yield found(
             "softmax-then-ce",
             "loss_fn",
             "the output is non-negative and sums to 1 in every row, and cross_entropy takes the softmax of it again: "
-            f"the loss cannot fall below {floor:.3g}",
+            f"the loss cannot fall below {floor(count):.3g}",
         )
-    squashed = experiment.last_operation == "Sigmoid" and reading.gradient is not None
-    if reading.kind == "cross_entropy" and squashed and outputs[0].dim() == 2 and outputs[0].size(1) > 2:
-        yield found(
-            "softmax-then-ce",
-            "loss_fn",
-            "the output comes from a sigmoid, and cross_entropy takes the softmax of it: scores differ by at most 1, "
-            f"and the loss cannot fall below {math.log(1 + (outputs[0].size(1) - 1) * math.exp(-1)):.3g}",
-        )
-    if reading.kind == "bce_logits" and squashed:
-        yield found(
-            "sigmoid-then-bcelogits",
-            "loss_fn",
-            "the output comes from a sigmoid, and binary_cross_entropy_with_logits takes it again: probabilities stay "
-            "between 0.5 and 0.73",
-        )
+
+
+def _given(step: Step) -> Tensor | None:
+    """Return what torch's own cross_entropy was given, else the output."""
+    own = [call for call in step.losses if call.module is F.cross_entropy or type(call.module) is nn.CrossEntropyLoss]
+    return leading(own[-1].args) if own else output_of(step)
 
 
 def impossible_arguments(experiment: Experiment) -> Iterator[Finding]:
@@ -330,7 +314,7 @@ def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
     """Targets are not what the recognised loss is defined for."""
     reading = experiment.reading
     given = _batch_tensors(experiment)[experiment.places[1] :][:1]
-    if reading is None or not reading.raw or not (given and _same_numbers(given[0], experiment.target)):
+    if reading is None or not reading.raw or not (given and _same_numbers(given[0], reading.target)):
         return  # a target that is made of the batch's, or of nothing of it, as a discriminator's
     targets = [y for _, _, y in experiment.epoch if y is not None and y.numel()]
     if reading.kind == "bce_logits" and targets:

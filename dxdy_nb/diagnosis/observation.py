@@ -113,6 +113,7 @@ class Step:
     clips: list[tuple[float, float, bool]] = field(default_factory=list)  # norm, bound, whether still scaled
     value: float = math.nan  # of the loss
     lost: Lost | None = None
+    misfed: tuple[str, str] | None = None  # a cause, and its evidence: what a loss of it is given
     error: BaseException | None = None
     graphs: int = 0  # of earlier steps that are alive after this one
     passed: tuple[str, ...] = ()  # where an error came from: names of functions, the outermost first

@@ -84,10 +84,49 @@ def is_shaping(node: Any) -> bool:
 
 def last_operation(output: Tensor) -> str:
     """Return the operation that made a tensor, behind those that only hand it on; "" for a leaf."""
-    node = output.grad_fn
+    return _maker(output.grad_fn)
+
+
+def _maker(node: Any) -> str:
     while node is not None and is_shaping(node):
         node = node.next_functions[0][0]
     return "" if node is None else operation_of(node.__class__)
+
+
+def floor(classes: int) -> float:
+    """Return the lowest cross-entropy of scores within 0 and 1: that of a 1 for the true class and 0 for the others."""
+    return math.log(1 + (classes - 1) / math.e)
+
+
+def misfed(root: Tensor) -> tuple[str, str] | None:
+    """Return a cause and its evidence where a loss takes of a softmax or sigmoid another, or nll_loss no logarithms."""
+    nodes = [(operation_of(node.__class__), node) for node in graph_nodes(root)]
+    logarithms = any(name.startswith("Log") for name, _ in nodes)  # what is weighted then need not sum to 1
+    for name, node in nodes:
+        given = _maker(node.next_functions[0][0]) if node.next_functions else ""
+        if name == "LogSoftmax" and given in ("Softmax", "Sigmoid"):
+            shape, axis = node._saved_result.shape, node._saved_dim
+            classes = shape[axis - 2**64 if axis >= 2**63 else axis] if shape else 1
+            if classes > 2 or (given == "Softmax" and classes == 2):
+                return "softmax-then-ce", (
+                    f"cross_entropy is given the result of a {given.lower()}, and takes the softmax of it: scores "
+                    f"differ by at most 1, and the loss cannot fall below {floor(classes):.3g}"
+                )
+        elif name == "BinaryCrossEntropyWithLogits" and given in ("Softmax", "Sigmoid"):
+            return "sigmoid-then-bcelogits", (
+                f"binary_cross_entropy_with_logits is given the result of a {given.lower()}, and takes the sigmoid of "
+                "it: probabilities stay between 0.5 and 0.73"
+            )
+        elif name.startswith("NllLoss") and not logarithms:
+            rows = node._saved_self.detach().float()
+            total = rows.exp().sum(min(1, rows.dim() - 1))
+            if bool(((total - 1).abs() > 1e-3).any()):
+                made = f", the result of a {given.lower()}," if given in ("Softmax", "Sigmoid") else ""
+                return "nll-on-logits", (
+                    f"nll_loss needs log-probabilities; exp of what it is given{made} sums to "
+                    f"{float(total.mean()):.3g} a row, not 1"
+                )
+    return None
 
 
 # What stays within two numbers, whatever it is given.

@@ -6,7 +6,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dxdy_nb.diagnosis.observation import Backward, Call, Lost, Observation, Root, Seen, Step, Update, output_of
-from dxdy_nb.diagnosis.reading import breaking, graph_nodes, is_shaping, kind_of
+from dxdy_nb.diagnosis.reading import breaking, graph_nodes, is_shaping, kind_of, misfed
 from dxdy_nb.diagnosis.sameness import batch_key, equal, is_plain
 from dxdy_nb.diagnosis.sequel import Sequel, owned_by
 from dxdy_nb.diagnosis.subject import Subject
@@ -329,6 +329,8 @@ class Witness:
             del marker
         if self._may_hold and self.step.index < 2 * KEPT and self.step.root is None:
             self._read(root)
+            with suppress(RuntimeError):  # what it kept was written over
+                self.step.misfed = self.step.misfed or misfed(root)
         if not (scaled or self._in_step) and is_loss(root) and not math.isfinite(_number(root)):
             self._lose(root)  # a closure may try how far it can go
         self._in_backward = True
