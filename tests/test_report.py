@@ -10,11 +10,11 @@ def finding(stage, severity="error", cause="some-cause", **more):
     return Finding(stage, cause, severity, "where", "evidence 3 < 4", "fix", "print(1)", "07", **more)
 
 
-def test_findings_stand_in_the_order_of_the_stages_and_errors_first():
+def test_findings_stand_with_errors_first_in_the_order_of_the_stages():
     given = [finding("update"), finding("data", "hint"), finding("loss"), finding("loss", "hint")]
     report = Report(tuple(given))
     assert [(f.stage, f.severity) for f in report.findings] == [
-        ("data", "hint"), ("loss", "error"), ("loss", "hint"), ("update", "error"),
+        ("loss", "error"), ("update", "error"), ("data", "hint"), ("loss", "hint"),
     ]  # fmt: skip
     assert report.stage == "loss" and not report.healthy
 

@@ -504,6 +504,36 @@ def test_a_softmax_is_left_out_wherever_it_stands(own):
     assert error.try_fix().confirmed
 
 
+def rings():
+    y = torch.arange(1024) % 4
+    angle = 2 * math.pi * torch.rand(1024)
+    radius = y + 1 + 0.1 * torch.randn(1024)
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], 1), y
+
+
+@pytest.mark.parametrize(("mixed", "causes"), [(False, []), (True, ["labels-misaligned"])])
+def test_labels_that_are_in_no_linear_relation_are_no_wrong_ones(mixed, causes):
+    torch.manual_seed(0)
+    x, y = rings()
+    model = nn.Linear(2, 4)
+    loader = DataLoader(TensorDataset(x, y[torch.randperm(1024)] if mixed else y), 64, shuffle=True)
+    given = {"model": model, "loader": loader, "optimizer": torch.optim.SGD(model.parameters(), 0.01)}
+    report = dx.diagnose(**given, loss_fn=nn.CrossEntropyLoss())
+    assert [finding.cause for finding in report.findings] == causes
+
+
+def test_a_rate_that_is_too_large_is_lowered_until_the_loss_falls_no_further_and_blames_no_decay():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(2, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    )
+    given = {"model": model, "loader": DataLoader(TensorDataset(*rings()), 64), "loss_fn": nn.CrossEntropyLoss()}
+    (finding,) = dx.diagnose(**given, optimizer=torch.optim.AdamW(model.parameters(), 10.0)).findings
+    assert finding.cause == "lr-too-large" and finding.fix in ("lr=0.1", "lr=0.01")
+    lowest = float(finding.evidence.rpartition(" ")[2])
+    assert lowest < math.log(4) - 0.1
+
+
 @pytest.mark.parametrize("loss", [lambda out, y: F.cross_entropy(out), lambda out, y: nn.CrossEntropyLoss()(out)])
 def test_a_loss_that_is_called_with_too_little_is_an_error_of_the_loss(loss):
     report = _classes(loss)

@@ -446,6 +446,8 @@ def last_step_read(experiment: Experiment) -> Iterator[Finding]:
         if not g[:, -1].any() or g[:, :-1].any():
             continue
         usual, other = experiment.ending(LONG), _read_at_the_ends(experiment, layer, ends)
+        if other >= usual:
+            continue
         yield found(
             "last-step-read",
             experiment.subject.name_of(layer),
@@ -538,6 +540,8 @@ def affine(experiment: Experiment) -> Iterator[Finding]:
     plain = min(experiment.ending(LONG, prepare=prepare) for prepare in (None, set_lr(0.25)))
     with _hooked(layers[:-1], lambda m, i, o: F.relu(o)):
         bent = experiment.ending(LONG)
+    if bent >= plain:
+        return
     yield found(
         "missing-activation",
         "model",

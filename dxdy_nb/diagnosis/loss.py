@@ -236,6 +236,8 @@ def averaged_twice(experiment: Experiment) -> Iterator[Finding]:
     if abs(factor * n - 1) > 1e-3 or float((reading.gradient * n - reference).norm()) > 1e-3 * float(reference.norm()):
         return
     ends = [n * experiment.ending(LONG, prepare=prepare) for prepare in (None, set_lr(n))]
+    if ends[1] >= ends[0]:
+        return
     yield found(
         "averaged-twice",
         "loss_fn",

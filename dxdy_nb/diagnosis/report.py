@@ -110,7 +110,7 @@ def found(
 
 @dataclass(frozen=True)
 class Report:
-    """The findings of a diagnosis, the earliest stage first, errors before hints.
+    """The findings of a diagnosis, errors before hints, the earliest stage first.
 
     ``saw`` holds what was read from the set-up, by name; ``unchecked`` says what could not be judged, and why.
     """
@@ -122,7 +122,7 @@ class Report:
     repro: Callable[[Path], None] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        order = sorted(self.findings, key=lambda f: (STAGES.index(f.stage), f.severity != "error"))
+        order = sorted(self.findings, key=lambda f: (f.severity != "error", STAGES.index(f.stage)))
         object.__setattr__(self, "findings", tuple(order))
 
     @property
@@ -221,6 +221,7 @@ ECHOES = {
     "exploding-gradients": {"nan-in-inputs", "nan-in-targets", "nonfinite-activation", "log-of-zero", "all-ignored"},
     "exploding-init": {"nonfinite-activation"},
     "missing-activation": {"nan-in-inputs", "nan-in-targets"},
+    "weight-decay-crushing": {"lr-too-large"},  # of which it is a multiple
 }
 
 

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from dxdy_nb.diagnosis.backward import SQUARED
 from dxdy_nb.diagnosis.observation import Update
-from dxdy_nb.diagnosis.probes import FEW, Experiment, finite, set_lr
+from dxdy_nb.diagnosis.probes import FEW, Experiment, OutOfTime, finite, set_lr
 from dxdy_nb.diagnosis.reading import Calls
 from dxdy_nb.diagnosis.report import Finding, Trial, found, listed
 from dxdy_nb.diagnosis.sameness import same_tensor
@@ -405,7 +405,10 @@ def _undecayed(group: dict[str, Any]) -> bool:
 def _better_with(
     experiment: Experiment, cause: str, change: Callable[[dict[str, Any]], bool], words: str, name: str
 ) -> Iterator[Finding]:
-    """Yield the cause where a change of the groups applies; it is an error where training goes much better with it."""
+    """Yield the cause where a change of the groups applies; it is an error where training goes much better with it.
+
+    Where it goes no better, nothing is said.
+    """
     groups = [g for o in experiment.subject.all_optimizers for g in o.param_groups]
     asked = next((g for g in groups if change(dict(g))), None)
     if asked is None or not experiment.batches:
@@ -418,6 +421,8 @@ def _better_with(
 
     usual, other = (finite(experiment.again(LONG, prepare=p))[-4:] for p in (None, prepare))
     ends = [sum(values) / 4 if len(values) == 4 else math.inf for values in (usual, other)]
+    if ends[1] >= ends[0]:
+        return
     yield found(
         cause,
         type(experiment.subject.all_optimizers[0]).__name__,
@@ -530,23 +535,28 @@ def step_size(experiment: Experiment) -> Iterator[Finding]:
     diverges = len(finite(losses)) < SHORT or peak > RUNAWAY * abs(start)
     if not math.isfinite(start) or not (diverges or (rises >= SHORT - 3 and peak >= 10 * abs(start))):
         return
+    best, lowest = 0.0, min(start, end if end == end else start)
     for factor in (0.1, 0.01, 1e-3, 1e-4, 1e-5, 1e-6):
-        smaller = experiment.again(SHORT, fixed=True, prepare=set_lr(factor))
-        if (
-            len(smaller) == SHORT
-            and math.isfinite(smaller[-1])
-            and smaller[-1] < min(start, end if end == end else start)
-        ):
-            yield found(
-                "lr-too-large",
-                f"lr={lr:g}",
-                f"the loss of a fixed batch rose in {rises} of {SHORT - 1} steps, {start:.4g} → {end:.4g} by way of "
-                f"{peak:.4g}; with lr={lr * factor:g} it fell to {smaller[-1]:.4g}",
-                severity="error" if diverges else "hint",
-                trial=_lr_trial(experiment, factor, lr),
-                lr=f"{lr * factor:g}",
-            )
-            return
+        try:
+            smaller = experiment.again(SHORT, fixed=True, prepare=set_lr(factor))
+        except OutOfTime:
+            if best:
+                break
+            raise
+        if len(finite(smaller)) == SHORT and smaller[-1] < lowest:
+            best, lowest = factor, smaller[-1]
+        elif best:
+            break
+    if best:
+        yield found(
+            "lr-too-large",
+            f"lr={lr:g}",
+            f"the loss of a fixed batch rose in {rises} of {SHORT - 1} steps, {start:.4g} → {end:.4g} by way of "
+            f"{peak:.4g}; with lr={lr * best:g} it fell to {lowest:.4g}",
+            severity="error" if diverges else "hint",
+            trial=_lr_trial(experiment, best, lr),
+            lr=f"{lr * best:g}",
+        )
 
 
 def _too_small(experiment: Experiment, lr: float, move: float) -> Iterator[Finding]:
