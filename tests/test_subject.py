@@ -504,6 +504,50 @@ def test_a_softmax_is_left_out_wherever_it_stands(own):
     assert error.try_fix().confirmed
 
 
+def _drops():
+    return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+
+
+def _epochs(model, optimizer, epochs, before):
+    for epoch in range(epochs):
+        before(epoch)
+        for x, y in DataLoader(TensorDataset(torch.randn(64, 3), torch.randn(64, 1)), 4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+        model.eval()
+        F.mse_loss(model(torch.randn(8, 3)), torch.randn(8, 1))  # a validation that forgot no_grad
+
+
+@pytest.mark.parametrize(
+    ("make", "back", "found"),
+    [
+        (_drops, 2, True),
+        (_drops, 9, False),  # each epoch begins with model.train()
+        (lambda: nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 1)), 2, False),
+    ],
+)
+def test_a_model_that_stays_in_eval_mode_behind_the_first_steps_is_found_in_the_record(make, back, found):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch(model, optimizer) as w:
+        _epochs(model, optimizer, 4, lambda epoch: epoch < back and model.train())
+    report = w.diagnose()
+    assert [(f.cause, "from step 32 to 63" in f.evidence) for f in report.errors] == [("eval-mode-stuck", True)] * found
+    assert " of 64 steps; of the later ones only " in report.saw["judged"]
+
+
+def test_a_part_that_is_done_with_training_may_be_in_eval_mode():
+    torch.manual_seed(0)
+    model, head = _drops(), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch() as w:
+        _epochs(model, optimizer, 2, lambda _: model.train())
+        _epochs(nn.Sequential(model.eval(), head), torch.optim.SGD(head.parameters(), 0.01), 2, lambda _: model.eval())
+    assert not w.diagnose().errors
+
+
 def rings():
     y = torch.arange(1024) % 4
     angle = 2 * math.pi * torch.rand(1024)

@@ -149,7 +149,7 @@ class Watch:
             The loop is still under way; or every step was measured in full (``budget=None``), and nothing kept that
             a judgement needs.
         """
-        from dxdy_nb.diagnosis import lost
+        from dxdy_nb.diagnosis import lost, reproduce
         from dxdy_nb.diagnosis.watched import judge
 
         if self.active:
@@ -160,7 +160,18 @@ class Watch:
                 "dx.diagnose(model=..., loss_fn=..., loader=..., optimizer=...)."
             )
         report = judge(self._witness, time_limit)
-        return report if report.errors else replace(report, findings=(*report.findings, *lost.recorded(self)))
+        more = (
+            []
+            if {f.cause for f in report.errors} & {"left-in-eval", "eval-mode-stuck"}
+            else [*reproduce.recorded_modes(self)]
+        )
+        more += [] if report.errors else lost.recorded(self)
+        known, every = len(self._witness.seen.steps), len(self.steps)
+        if report.saw and known < every:
+            whole = "modes" if report.errors else "losses and modes"
+            told = f"the first {known} of {every} steps; of the later ones only {whole}, as they were recorded"
+            report = replace(report, saw={**report.saw, "judged": told})
+        return replace(report, findings=(*report.findings, *more))
 
     @property
     def _known(self) -> Recorder:
