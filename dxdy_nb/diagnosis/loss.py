@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from dxdy_nb.nested import tensors_in
 CLOSE = 1e-4
 LONG = 40  # steps of a counterfactual
 LARGE, SEARCH = 1_000_000, 100  # elements of an output that is searched for a better one, and steps
+ASKED = """node = loss_fn(model(x), y).grad_fn  # or that of the loss in your own step
+print(node, node.next_functions, node.next_functions[0][0].next_functions)  # what it is made of"""
 PADDED = 0.1  # share of positions: fewer do not move the mean much
 
 
@@ -75,23 +78,21 @@ def single_logit(experiment: Experiment) -> Iterator[Finding]:
 def wrong_input(experiment: Experiment) -> Iterator[Finding]:
     """The loss expects logits, probabilities or log-probabilities, and gets another of them."""
     told = next((step.misfed for step in experiment.seen.steps if step.misfed), None)
-    if told is not None:
-        yield found(told[0], "loss_fn", told[1])
-        return
     reading = experiment.reading
-    if reading is None or reading.kind not in ("cross_entropy", "soft_cross_entropy"):
-        return
     outputs = [out for step in experiment.seen.steps if (out := _given(step)) is not None]
     outputs = [out.float() for out in outputs if out.numel()]
     classes = [out.transpose(1, -1) for out in outputs if out.dim() > 1] or outputs
-    sums = all(bool((out >= 0).all()) and bool(((out.sum(-1) - 1).abs() < CLOSE).all()) for out in classes)
-    if classes and sums and classes[0].dim() and (count := classes[0].size(-1)) > 1:
+    sums = all(bool((out >= 0).all()) and bool(((out.sum(-1) - 1).abs() < CLOSE).all()) for out in classes if out.dim())
+    crossed = reading is not None and reading.kind in ("cross_entropy", "soft_cross_entropy")
+    if crossed and classes and sums and classes[0].dim() and (count := classes[0].size(-1)) > 1:
         yield found(
             "softmax-then-ce",
             "loss_fn",
             "the output is non-negative and sums to 1 in every row, and cross_entropy takes the softmax of it again: "
             f"the loss cannot fall below {floor(count):.3g}",
         )
+    elif told is not None:
+        yield replace(found(told[0], "loss_fn", told[1]), check=ASKED)
 
 
 def _given(step: Step) -> Tensor | None:
