@@ -483,6 +483,7 @@ def test_what_a_loss_takes_is_read_wherever_it_was_made(loss_of, cause):
             train_step(model, batch, optimizer, None, 0)
     causes = [[finding.cause for finding in report.errors] for report in (*reports, w.diagnose())]
     assert causes == [[cause] * bool(cause)] * len(causes)
+    assert not any("the output is" in finding.evidence for finding in w.diagnose().errors)  # the model gives logits
 
 
 @pytest.mark.parametrize("own", ["loss_fn", "train_step"])

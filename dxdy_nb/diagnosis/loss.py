@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -79,20 +79,22 @@ def wrong_input(experiment: Experiment) -> Iterator[Finding]:
     """The loss expects logits, probabilities or log-probabilities, and gets another of them."""
     told = next((step.misfed for step in experiment.seen.steps if step.misfed), None)
     reading = experiment.reading
-    outputs = [out for step in experiment.seen.steps if (out := _given(step)) is not None]
-    outputs = [out.float() for out in outputs if out.numel()]
-    classes = [out.transpose(1, -1) for out in outputs if out.dim() > 1] or outputs
-    sums = all(bool((out >= 0).all()) and bool(((out.sum(-1) - 1).abs() < CLOSE).all()) for out in classes if out.dim())
     crossed = reading is not None and reading.kind in ("cross_entropy", "soft_cross_entropy")
-    if crossed and classes and sums and classes[0].dim() and (count := classes[0].size(-1)) > 1:
-        yield found(
-            "softmax-then-ce",
-            "loss_fn",
-            "the output is non-negative and sums to 1 in every row, and cross_entropy takes the softmax of it again: "
-            f"the loss cannot fall below {floor(count):.3g}",
-        )
-    elif told is not None:
-        yield replace(found(told[0], "loss_fn", told[1]), check=ASKED)
+    own, given = (_classes(map(of, experiment.seen.steps)) if crossed else 0 for of in (output_of, _given))
+    again = f"and cross_entropy takes the softmax of it again: the loss cannot fall below {floor(own or given):.3g}"
+    if own:
+        yield found("softmax-then-ce", "loss_fn", f"the output is non-negative and sums to 1 in every row, {again}")
+    elif told or given:
+        cause, words = told or ("softmax-then-ce", f"it is given what is non-negative and sums to 1 in a row, {again}")
+        yield replace(found(cause, "loss_fn", words), check=ASKED)
+
+
+def _classes(given: Iterable[Tensor | None]) -> int:
+    """Return the number of classes where all of these are probabilities of some, else 0."""
+    scores = [t.float() for t in given if t is not None and t.dim() and t.numel()]
+    rows = [t.transpose(1, -1) for t in scores if t.dim() > 1] or scores
+    sums = all(bool((t >= 0).all()) and bool(((t.sum(-1) - 1).abs() < CLOSE).all()) for t in rows)
+    return rows[0].size(-1) if rows and sums and rows[0].size(-1) > 1 else 0
 
 
 def _given(step: Step) -> Tensor | None:
