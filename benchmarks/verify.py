@@ -5,7 +5,7 @@
 Three million parameters in plain layers, which compute little for each: a small batch is the worst case. The bare loop
 knows its rank's loss and its gradient norm, as in `benchmarks/loop.py`. ``verified`` is the bare loop with each rank's
 log; ``reference`` is the loop of `dx.train`, which also records the gradients' norms at every step and all their
-statistics at some, keeps the last steps for a replay, takes the loss over all ranks, and weighs unequal batches;
+statistics at some, keeps the last steps for a replay, and takes the loss over all ranks;
 ``unverified`` is the same without the log. CPU seconds of all ranks together (their gloo threads and the kernel's work
 for them included), one thread a rank, interleaved, medians of the ratios of a round to both its bare runs.
 """
@@ -55,7 +55,10 @@ def trained(way: str, seed: int, batch_size: int, folder: Path) -> float:
         def step() -> float:
             batch = next(batches)
             if way in ("reference", "unverified"):
-                return loop.window_step(ddp, [batch], nn.functional.cross_entropy, optimizer, scaler, s)
+                count = len(batch[1])  # the same on all ranks, as `train` knows of its own
+                return loop.window_step(
+                    ddp, [batch], nn.functional.cross_entropy, optimizer, scaler, s, mean_count=count
+                )
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(ddp(batch[0]), batch[1])
             loss.backward()

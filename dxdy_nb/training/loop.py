@@ -221,7 +221,9 @@ def take_step(
     if parts.dtype is None and len(window) == s.world_size == 1:
         x, y, _ = window[0]
         return train_step(model, x.to(s.device), y.to(s.device), parts.loss_fn, parts.optimizer, max_grad_norm)
-    return window_step(model, window, parts.loss_fn, parts.optimizer, parts.scaler, s, parts.dtype, max_grad_norm)
+    count = sum(len(y) for _, y, _ in window)  # on every rank: `DistributedSampler` gives them equal shares
+    scaler, dtype = parts.scaler, parts.dtype
+    return window_step(model, window, parts.loss_fn, parts.optimizer, scaler, s, dtype, max_grad_norm, count)
 
 
 def train_step(
@@ -253,14 +255,16 @@ def window_step(
     s: Session,
     dtype: torch.dtype | None = None,
     max_grad_norm: float | None = None,
+    mean_count: float | None = None,
 ) -> float:
     """Take one optimizer step over all batches of all ranks' windows and return the mean loss of their samples.
 
-    ``loss_fn`` is a mean over the samples of a batch, ``dtype`` that of autocast (None: none). A non-finite loss is
-    returned without a step; the scaler leaves out a step whose gradients are not finite, and halves its scale.
+    ``loss_fn`` is a mean over the samples of a batch, ``dtype`` that of autocast (None: none), ``mean_count`` the mean
+    of the ranks' numbers of samples (None: they tell each other). A non-finite loss is returned without a step; the
+    scaler leaves out a step whose gradients are not finite, and halves its scale.
     """
     count = sum(len(y) for _, y, _ in window)
-    mean_count = s.mean(count, 1)  # over the ranks: DistributedDataParallel divides by their number itself
+    mean_count = mean_count or s.mean(count, 1)  # DistributedDataParallel divides by the number of ranks itself
     losses = []
     optimizer.zero_grad()
     for place, (x, y, _) in enumerate(window):
