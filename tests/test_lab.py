@@ -357,7 +357,7 @@ def test_the_precision_lesson_takes_a_prediction_other_parameters_and_a_stop(lab
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
-    rewrite(page, "accumulation_steps = 2", 'seed = 0\nprecision = "bf16"\naccumulation_steps = 4\nsteps = 2000')
+    rewrite(page, "accumulation_steps = 2", 'seed = 0\nprecision = "bf16"\naccumulation_steps = 4\nsteps = 8000')
     rewrite(page, "256 + 1 in bfloat16", 'lesson.predict("256 + 1 in bfloat16", 257)')
     run_all(page)
     page.locator(".jp-WindowedPanel-outer").first.hover()
