@@ -51,9 +51,9 @@ class Entry:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The results that are single values; of a watched script, which names none, the first and the last loss."""
+        """The results that are single values; of a watched script, which names none, the losses and what was found."""
         told = self.result.get("metrics", {})
-        of_scripts = {"first_loss", "last_loss"} if self.script else told.keys()
+        of_scripts = {"first_loss", "last_loss", "found"} if self.script else told.keys()
         return {name: value for name, value in told.items() if _single(value) and name in of_scripts}
 
     def efficiency(self) -> dict[str, float]:
