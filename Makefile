@@ -60,9 +60,9 @@ notebooks-check: .venv/.installed
 nbval: .venv/.installed-test
 	PYTHONPATH=tests $(PYTEST) -p nbval_strict --nbval --nbval-current-env --nbval-cell-timeout=300 $(NB)
 
-# Beside other tools, which only this needs, in .venv-bench: about 25 minutes on two quiet cores; ARGS=--quick: 5.
+# Beside other tools, which only this needs, in .venv-bench: about 15 minutes on two quiet cores; ARGS=--quick: 5.
 bench: .venv-bench/.installed
-	@echo "Benchmarks beside other tools, into benchmarks/REPORT.md: about 25 minutes; make bench ARGS=--quick: 5."
+	@echo "Benchmarks beside other tools, into benchmarks/REPORT.md: about 15 minutes; make bench ARGS=--quick: 5."
 	.venv-bench/bin/python benchmarks/report.py $(ARGS)
 
 bench-watch: .venv-bench/.installed
