@@ -1,5 +1,6 @@
 import math
 import random
+import re
 import sys
 import time
 from contextlib import suppress
@@ -330,6 +331,31 @@ def test_a_loss_that_is_lost_behind_the_first_steps_is_found_in_the_record():
     ((stage, cause, where, evidence),) = _lost(lambda out: torch.exp(out + 1e3).mean(), at=28)
     assert (stage, cause, where) == ("loss", "loss-not-finite", "step 28")
     assert evidence.startswith("step 28: the loss is inf; losses before it: 0.")
+
+
+def _cut(out):
+    """A finite loss, with a root whose slope at 0 is not."""
+    return (out * out).mean() + (out - out).square().sum().sqrt()
+
+
+def test_a_gradient_that_is_lost_behind_the_first_steps_is_found_in_the_record():
+    ((stage, cause, where, evidence),) = _lost(_cut, at=28)
+    assert (stage, cause, where) == ("backward", "nan-gradient", "weight, bias")
+    told = r"step 28: the loss is \d\S+; the gradient of weight, bias is not finite; .*before it: 0\."
+    assert re.match(told, evidence)
+
+
+def test_a_gradient_that_a_loop_mends_or_leaves_out_behind_the_first_steps_is_none_that_is_lost():
+    def mended(optimizer, loss):
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad.nan_to_num_()
+        optimizer.step()
+
+    def left_out(optimizer, loss):
+        if all(p.grad.isfinite().all() for p in optimizer.param_groups[0]["params"]):
+            optimizer.step()
+
+    assert [_lost(_cut, at=28, update=update) for update in (mended, left_out)] == [[], []]
 
 
 def test_a_loop_that_leaves_out_a_loss_that_is_not_finite_misses_no_step():

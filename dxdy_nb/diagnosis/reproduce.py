@@ -3,19 +3,16 @@
 import copy
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dxdy_nb.diagnosis.probes import FEW, Experiment
+from dxdy_nb.diagnosis.probes import Experiment
 from dxdy_nb.diagnosis.report import Finding, found, listed
-from dxdy_nb.diagnosis.sequel import Resumed, owned_by, same_state
+from dxdy_nb.diagnosis.sequel import Resumed, same_state
 from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved
 from dxdy_nb.nested import tensors_in
-
-if TYPE_CHECKING:
-    from dxdy_nb.observe.observer import Watch
 
 NORMS = (nn.modules.batchnorm._BatchNorm,)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
@@ -24,7 +21,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 def modes(experiment: Experiment) -> Iterator[Finding]:
     """The model trains in eval mode, from the start or since a validation."""
     model, updates = experiment.subject.model, experiment.seen.updates
-    modal = any(_cares(m) and any(p.requires_grad for p in _around(model, n, m)) for n, m in model.named_modules())
+    modal = any(cares(m) and any(p.requires_grad for p in trained_by(model, n, m)) for n, m in model.named_modules())
     if not modal or not updates or all(u.training for u in updates):
         return
     first = next(place for place, u in enumerate(updates) if not u.training)
@@ -36,37 +33,15 @@ def modes(experiment: Experiment) -> Iterator[Finding]:
     )
 
 
-def _cares(module: nn.Module) -> bool:
+def cares(module: nn.Module) -> bool:
     """Return whether a module does something else in eval mode."""
     drops = isinstance(module, DROPOUTS) and module.p > 0
     return drops or isinstance(module, NORMS) or (isinstance(module, nn.RNNBase) and module.dropout > 0)
 
 
-def _around(model: nn.Module, name: str, module: nn.Module) -> list[nn.Parameter]:
+def trained_by(model: nn.Module, name: str, module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of a module, or of what it stands in where it has none: with them it is trained."""
     return list(module.parameters()) or list(model.get_submodule(name.rpartition(".")[0]).parameters())
-
-
-def recorded_modes(watch: "Watch") -> Iterator[Finding]:
-    """The record of a whole loop has a model that trains in eval mode to the end, and trained in train mode before."""
-    events = watch.events
-    for name, model in watch.models.items():
-        weights = {id(p) for p in model.parameters()}
-        owners = {of: held for of, one in watch.optimizers.items() if weights & (held := owned_by(one))}
-        stepped = {event.step: event.where for event in events if event.kind == "step" and event.where in owners}
-        # The last forward before a step: one before it may be a validation's, with gradients.
-        modes = {e.step: e.value for e in events if e.kind == "forward" and e.where == name and e.step in stepped}
-        last = max((step for step, training in modes.items() if training), default=math.inf)
-        later = [step for step in modes if step > last]
-        held = set().union(*(owners[stepped[step]] for step in later))
-        cares = (m for m in model.named_modules() if _cares(m[1]))
-        if len(later) >= FEW and any(id(p) in held for m in cares for p in _around(model, *m)):
-            yield found(
-                "eval-mode-stuck",
-                "model",
-                f"{name} trained in train mode up to step {last}, and in eval mode from step {min(later)} to "
-                f"{max(later)}, the last: dropout is off and BatchNorm does not learn",
-            )
 
 
 def evaluation_changes_buffers(experiment: Experiment) -> Iterator[Finding]:

@@ -1,7 +1,6 @@
 """``dx.watch``: any training loop under observation; the loop is not changed, and neither is its result."""
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -149,7 +148,7 @@ class Watch:
             The loop is still under way; or every step was measured in full (``budget=None``), and nothing kept that
             a judgement needs.
         """
-        from dxdy_nb.diagnosis import lost, reproduce
+        from dxdy_nb.diagnosis.recorded import completed
         from dxdy_nb.diagnosis.watched import judge
 
         if self.active:
@@ -159,19 +158,7 @@ class Watch:
                 "diagnose: this watch kept only numbers (budget=None). Watch with a budget, or call "
                 "dx.diagnose(model=..., loss_fn=..., loader=..., optimizer=...)."
             )
-        report = judge(self._witness, time_limit)
-        more = (
-            []
-            if {f.cause for f in report.errors} & {"left-in-eval", "eval-mode-stuck"}
-            else [*reproduce.recorded_modes(self)]
-        )
-        more += [] if report.errors else lost.recorded(self)
-        known, every = len(self._witness.seen.steps), len(self.steps)
-        if report.saw and known < every:
-            whole = "modes" if report.errors else "losses and modes"
-            told = f"the first {known} of {every} steps; of the later ones only {whole}, as they were recorded"
-            report = replace(report, saw={**report.saw, "judged": told})
-        return replace(report, findings=(*report.findings, *more))
+        return completed(judge(self._witness, time_limit), self, len(self._witness.seen.steps))
 
     @property
     def _known(self) -> Recorder:
