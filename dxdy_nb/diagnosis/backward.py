@@ -13,7 +13,7 @@ from torch.utils import checkpoint
 
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import Step, output_of
-from dxdy_nb.diagnosis.probes import FEW, Experiment, NotRepeatable, OutOfTime, finite
+from dxdy_nb.diagnosis.probes import FEW, LONG, Experiment, NotRepeatable, OutOfTime, finite
 from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.sameness import replaced
@@ -24,7 +24,6 @@ from dxdy_nb.nested import tensors_in
 SQUARED = 1.8e19  # the largest number whose square is a float32
 LOST = 1e-6  # of the last layer's gradient, each relative to its weights: five sigmoids take that much
 STEPS = 0.99  # of the elements do not feel a small change: a function that rounds
-LONG = 40  # steps of a counterfactual
 LEAKS = 4  # graphs of earlier steps that are alive: one or two may be somebody's last loss
 
 

@@ -12,13 +12,12 @@ from torch.utils.data import DataLoader, Subset
 
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import leading, main_call
-from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime, finite
+from dxdy_nb.diagnosis.probes import LONG, Experiment, NotRepeatable, OutOfTime, finite
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import bits_of
 from dxdy_nb.diagnosis.subject import batches_of, preserved
 from dxdy_nb.nested import mapped, tensors_in
 
-LONG = 40  # steps of a counterfactual
 SMALL = 16 * 2**20  # bytes of a tensor that is compared whole
 APART = 5.0  # deviations, or times the deviation, of the training set
 SIGMAS = 8.0  # what an alignment must stand out by, among five that are tried
@@ -480,8 +479,7 @@ def scale(experiment: Experiment) -> Iterator[Finding]:
                 "target-scale",
                 "targets",
                 f"targets have a root mean square of {wanted:.3g}, outputs of {given:.3g}; in {LONG} steps the loss "
-                "does "
-                "not halve",
+                "does not halve",
             )
 
 

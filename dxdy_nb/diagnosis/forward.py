@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dxdy_nb.diagnosis.observation import leading
-from dxdy_nb.diagnosis.probes import Experiment, set_lr
+from dxdy_nb.diagnosis.probes import LONG, Experiment, set_lr
 from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.sameness import same_tensor
@@ -23,7 +23,6 @@ NORMS = (nn.modules.batchnorm._BatchNorm,)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 DEAD = 0.95  # of a layer's units, zero for every sample
 FEWEST = 8  # samples that a statement about all samples needs
-LONG = 40  # steps of a counterfactual
 STRAIGHT = 1e-5  # of the way between two outputs that the one half way is off the middle
 TRAINED = 15  # steps after which a zero-initialised branch has left zero
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import Step, leading, output_of
-from dxdy_nb.diagnosis.probes import Experiment, set_lr
+from dxdy_nb.diagnosis.probes import LONG, Experiment, set_lr
 from dxdy_nb.diagnosis.reading import KINDS, Calls, Reading, bounds, floor
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import equal, replaced
@@ -20,7 +20,6 @@ from dxdy_nb.errors import counted
 from dxdy_nb.nested import tensors_in
 
 CLOSE = 1e-4
-LONG = 40  # steps of a counterfactual
 LARGE, SEARCH = 1_000_000, 100  # elements of an output that is searched for a better one, and steps
 ASKED = """node = loss_fn(model(x), y).grad_fn  # or that of the loss in your own step
 print(node, node.next_functions, node.next_functions[0][0].next_functions)  # what it is made of"""
@@ -385,8 +384,7 @@ def class_weights(experiment: Experiment) -> Iterator[Finding]:
             "class-weights-swapped",
             "loss_fn",
             f"class {common} has {int(counts[common])} samples and weight {float(weight[common]):.3g}, class {rare} "
-            "has "
-            f"{int(counts[rare])} and {float(weight[rare]):.3g}",
+            f"has {int(counts[rare])} and {float(weight[rare]):.3g}",
         )
 
 
@@ -589,8 +587,7 @@ def not_a_number(experiment: Experiment) -> Iterator[Finding]:
                 "log-of-zero",
                 f"step {step.index}",
                 f"step {step.index}: the output is finite (|output| up to {float(out.abs().max()):.3g}) and the loss "
-                "is "
-                f"{step.value}",
+                f"is {step.value}",
             )
         return
 

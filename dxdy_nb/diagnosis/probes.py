@@ -24,6 +24,7 @@ from dxdy_nb.nested import mapped, tensors_in
 EPOCH_BYTES = 256 * 2**20  # of an epoch that are kept for reading
 FEWEST, MOST = 4, 24  # steps that are watched
 EPOCHS = 3
+SHORT, LONG = 8, 40  # steps of a counterfactual
 FEW = 3  # updates in a row that make a habit of what could happen once
 
 

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dxdy_nb.diagnosis.forward import DROPOUTS, NORMS
 from dxdy_nb.diagnosis.probes import Experiment
 from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.sequel import Resumed, same_state
 from dxdy_nb.diagnosis.subject import Subject, batches_of, preserved
 from dxdy_nb.nested import tensors_in
-
-NORMS = (nn.modules.batchnorm._BatchNorm,)
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
 def modes(experiment: Experiment) -> Iterator[Finding]:

@@ -27,9 +27,8 @@ def saw(experiment: Experiment) -> dict[str, str]:
         found["loss"] = getattr(subject.loss_fn, "__name__", type(subject.loss_fn).__name__)
     optimizers = [f"{type(o).__name__} lr={o.param_groups[0].get('lr')}" for o in subject.all_optimizers]
     found["optimizer"] = ", ".join(optimizers) or "none"
-    found["steps"] = (
-        f"{len(seen.steps)} watched, {counted(seen.epochs, 'whole epoch')}, {counted(len(seen.updates), 'update')}"
-    )
+    epochs = counted(len({step.epoch for step in seen.steps}), "epoch")
+    found["steps"] = f"{len(seen.steps)} watched in {epochs}, {counted(len(seen.updates), 'update')}"
     found["versions"] = f"torch {torch.__version__}, seed {torch.initial_seed()}"
     return found
 

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import lr_scheduler
 
+from dxdy_nb.diagnosis import clipping, schedule
 from dxdy_nb.diagnosis.backward import SQUARED
 from dxdy_nb.diagnosis.observation import Update
-from dxdy_nb.diagnosis.probes import FEW, Experiment, OutOfTime, finite, set_lr
+from dxdy_nb.diagnosis.probes import FEW, LONG, SHORT, Experiment, OutOfTime, finite, set_lr
 from dxdy_nb.diagnosis.reading import Calls
 from dxdy_nb.diagnosis.report import Finding, Trial, found, listed
 from dxdy_nb.diagnosis.sameness import same_tensor
 from dxdy_nb.errors import counted
 
-SHORT, LONG = 8, 40  # steps of a counterfactual
 CRUSHING = 0.01  # of every weight, at each step: half of it is gone after 70
 HALVES = (torch.float16, torch.bfloat16)
-STEPWISE = (lr_scheduler.StepLR, lr_scheduler.MultiStepLR)  # made for epochs
 RUNAWAY = 1000.0  # times the loss in SHORT steps: more than double at each of them
 FACTOR = re.compile(r"lr_?(scale|mult|multiplier|factor)")
 PUSHED = 0.9  # share of elements that do not follow their gradient
@@ -167,127 +165,6 @@ def weights_changed_outside(experiment: Experiment) -> Iterator[Finding]:
         "from what the update before had left" + ("; what had been learned was gone" if lost else ""),
         severity="error" if lost else "hint",
     )
-
-
-def lr_is_no_number(experiment: Experiment) -> Iterator[Finding]:
-    """A learning rate is NaN or infinite."""
-    for place, update in enumerate(experiment.seen.updates):
-        bad = [i for i, lr in enumerate(update.lrs) if not math.isfinite(lr)]
-        known = [i for i in bad if "lr" in update.optimizer.param_groups[i]]
-        if known:
-            yield found(
-                "warmup-zero-division",
-                f"param_groups[{known[0]}]",
-                f"update {place} was made with the learning rate {update.lrs[known[0]]}",
-            )
-            return
-
-
-def scheduler_first(experiment: Experiment) -> Iterator[Finding]:
-    """The schedule moved on before the first update, so the first learning rate was never used."""
-    events = [e for e in experiment.seen.events if e in ("scheduler", "step", "skip")]
-    if "step" in events and events[:1] == ["scheduler"]:
-        yield found(
-            "scheduler-before-optimizer",
-            "the training step",
-            f"scheduler.step() ran before the first optimizer.step(); the first update used {_first_lr(experiment)}",
-        )
-
-
-def _first_lr(experiment: Experiment) -> str:
-    updates = experiment.seen.updates
-    return f"lr {updates[0].lrs[0]:.3g}" if updates and updates[0].lrs else "another lr"
-
-
-def schedule(experiment: Experiment) -> Iterator[Finding]:
-    """A schedule for epochs is stepped with every batch; or one runs on after its end."""
-    updates, scheduler = experiment.seen.updates, experiment.subject.scheduler
-    lrs = [max(finite(u.lrs), default=math.nan) for u in updates]
-    steps = experiment.seen.events.count("scheduler")
-    if len(lrs) < FEW or steps < len(lrs) - 1:
-        return
-    peak = max(finite(lrs), default=0.0)
-    if isinstance(scheduler, STEPWISE) and min(lrs) < 1e-3 * peak and experiment.seen.epochs <= 3:
-        low = next(place for place, lr in enumerate(lrs) if lr < 1e-3 * peak)
-        yield found(
-            "scheduler-per-batch",
-            type(scheduler).__name__,
-            f"scheduler.step() ran {steps} times for {len(lrs)} updates: lr {peak:.3g} → {lrs[low]:.3g} at update "
-            f"{low}",
-        )
-    horizon = getattr(scheduler, "T_max", None)
-    low = lrs.index(min(lrs))
-    if (
-        isinstance(scheduler, lr_scheduler.CosineAnnealingLR)
-        and horizon
-        and len(lrs) > horizon
-        and lrs[-1] > 2 * lrs[low]
-    ):
-        yield found(
-            "cosine-past-tmax",
-            type(scheduler).__name__,
-            f"{steps} scheduler steps for T_max={horizon}: lr fell to {lrs[low]:.3g} and rose to {lrs[-1]:.3g}",
-            severity="hint",
-        )
-
-
-def scaled_gradients(experiment: Experiment) -> Iterator[Finding]:
-    """Gradients were clipped, or used, while still multiplied by the loss scale."""
-    clipped = [clip for step in experiment.seen.steps for clip in step.clips if clip[2]]
-    bypassed = [u for u in experiment.seen.updates if u.scaled]
-    if clipped:
-        yield found(
-            "clip-before-unscale",
-            "the training step",
-            f"clipped to {clipped[0][1]:.3g} at a norm of {clipped[0][0]:.3g}, which still held the loss scale",
-        )
-    if bypassed:
-        yield found(
-            "scaler-bypassed",
-            "the training step",
-            "optimizer.step() used gradients of scaler.scale(loss), not unscaled, in "
-            f"{counted(len(bypassed), 'update')}",
-        )
-
-
-def unscaled_in_between(experiment: Experiment) -> Iterator[Finding]:
-    """Gradients lost their scale, and the next micro-batch's, still scaled, were added to them."""
-    mixed = sum(event == "mixed" for event in experiment.seen.events)
-    if mixed >= FEW:
-        yield found(
-            "unscale-each-micro-batch",
-            "the training step",
-            f"{mixed} times a scaled loss was added to gradients that scaler.unscale_ had divided by the scale already",
-        )
-
-
-def clip_out_of_order(experiment: Experiment) -> Iterator[Finding]:
-    """Clipping came when there was nothing to clip: after the step, or before the backward."""
-    events = [e for e in experiment.seen.events if e in ("backward", "clip", "step", "zero_grad")]
-    before = [events[place - 1] if place else "" for place, event in enumerate(events) if event == "clip"]
-    useless = sum(event in ("step", "zero_grad", "") for event in before)
-    if useless >= FEW and useless == len(before) and "backward" in events:
-        yield found(
-            "clip-out-of-order",
-            "the training step",
-            f"all {useless} clippings follow {before[-1] or 'nothing'}, none a backward: no gradient was clipped "
-            "before "
-            "it was used",
-        )
-
-
-def clips_nothing(experiment: Experiment) -> Iterator[Finding]:
-    """Clipping found no gradient at all, and the optimizer did."""
-    steps = [s for s in experiment.seen.steps if s.clips and s.updates]
-    steps = [s for s in steps if s.events.index("clip") < s.events.index("step") and not any(c[0] for c in s.clips)]
-    handed = [max((row.norm for row in s.updates[0].parameters.values() if row.norm > 0), default=0.0) for s in steps]
-    if len(steps) >= FEW and min(handed) > 0:
-        yield found(
-            "clips-nothing",
-            "the training step",
-            f"in {len(steps)} steps the norm before clipping was 0, and the optimizer was handed gradients with norms "
-            f"from {min(handed):.3g} on: they are not those that were clipped",
-        )
 
 
 def moved_twice(experiment: Experiment) -> Iterator[Finding]:
@@ -589,33 +466,6 @@ def _lr_trial(experiment: Experiment, factor: float, lr: float) -> Callable[[], 
     return trial
 
 
-def clip_too_tight(experiment: Experiment) -> Iterator[Finding]:
-    """Clipping takes nearly all of every gradient, and without it the loss falls much more."""
-    clips = [clip for step in experiment.seen.steps for clip in step.clips if not clip[2]]
-    shares = [bound / norm for norm, bound, _ in clips if norm > 0 and math.isfinite(norm)]
-    if len(shares) < FEW or median(shares) > 1e-3:
-        return
-    with_clip = experiment.again(SHORT, fixed=True)
-    from torch.nn.utils import clip_grad
-
-    original = clip_grad._clip_grads_with_norm_
-    clip_grad._clip_grads_with_norm_ = lambda *args, **kwargs: None
-    try:
-        without = experiment.again(SHORT, fixed=True)
-    finally:
-        clip_grad._clip_grads_with_norm_ = original
-    gains = with_clip[0] - with_clip[-1], without[0] - without[-1]
-    if math.isfinite(gains[1]) and gains[1] > 10 * max(gains[0], 0.0):
-        yield found(
-            "clip-too-tight",
-            f"max_norm={clips[0][1]:g}",
-            f"clipping leaves {median(shares):.1e} of the gradient; in {SHORT} steps on a fixed batch the loss falls "
-            "by "
-            f"{gains[0]:.3g}, without clipping by {gains[1]:.3g}",
-            norm=f"{median((norm for norm, _, _ in clips)):.3g}",
-        )
-
-
 def accumulation(experiment: Experiment) -> Iterator[Finding]:
     """Micro-batches add up to something else than the mean over the window."""
     seen, k = experiment.seen, experiment.subject.accumulation_steps
@@ -769,11 +619,11 @@ RULES = (
     unregistered,
     no_update,
     stale_optimizer,
-    lr_is_no_number,
-    scaled_gradients,
-    unscaled_in_between,
-    clip_out_of_order,
-    clips_nothing,
+    schedule.lr_is_no_number,
+    clipping.scaled_gradients,
+    clipping.unscaled_in_between,
+    clipping.clip_out_of_order,
+    clipping.clips_nothing,
     moved_twice,
     unread_settings,
     copied_onto_itself,
@@ -782,12 +632,12 @@ RULES = (
     weights_stay,
     optimizer_made_anew,
     weights_changed_outside,
-    scheduler_first,
-    schedule,
+    schedule.scheduler_first,
+    schedule.schedule_pace,
     accumulation,
     averages,
     tied,
-    clip_too_tight,
+    clipping.clip_too_tight,
     wrong_way,
     step_size,
     decay,
