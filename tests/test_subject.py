@@ -363,6 +363,29 @@ def test_a_loop_that_leaves_out_a_loss_that_is_not_finite_misses_no_step():
     assert [cause for _, cause, *_ in left_out] == ["loss-not-finite"]
 
 
+@pytest.mark.parametrize(("of", "power"), [(torch.square, 1), (torch.abs, 1), (torch.square, 0.5)])
+@pytest.mark.parametrize(
+    ("apart_of", "found"),
+    [
+        (lambda out, y: out - y, ["mse-broadcast"]),  # [8, 1] - [8]: all 64 pairs
+        (lambda out, y: out - y[:, None], []),
+        (lambda out, y: out[:, 0] - y, []),
+    ],
+)
+def test_a_loss_that_is_written_out_over_all_pairs_is_found_by_its_slope(of, power, apart_of, found):
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 1), torch.randn(96, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with dx.watch(model, optimizer) as w:
+        for a, y in DataLoader(TensorDataset(x, x.sum(1)), 8):
+            optimizer.zero_grad()
+            (3 * of(apart_of(model(a), y)).mean() ** power).backward()
+            optimizer.step()
+    report = w.diagnose()
+    assert [error.cause for error in report.errors] == found
+    assert not any("raised" in note for note in report.unchecked)
+
+
 def _by_hand(loss, model):
     for p, gradient in zip(model.parameters(), torch.autograd.grad(loss.mean(), [*model.parameters()]), strict=True):
         p.grad = gradient

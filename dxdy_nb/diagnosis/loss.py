@@ -23,6 +23,7 @@ CLOSE = 1e-4
 LARGE, SEARCH = 1_000_000, 100  # elements of an output that is searched for a better one, and steps
 ASKED = """node = loss_fn(model(x), y).grad_fn  # or that of the loss in your own step
 print(node, node.next_functions, node.next_functions[0][0].next_functions)  # what it is made of"""
+PAIRS = 10_000_000  # of output and target, that are compared
 PADDED = 0.1  # share of positions: fewer do not move the mean much
 
 
@@ -48,17 +49,32 @@ def target_is_spread(experiment: Experiment) -> Iterator[Finding]:
         return
     if math.prod(shape) <= max(out.numel(), y.numel()) or out.shape == y.shape:
         return
+    told = f"output {list(out.shape)} and target {list(y.shape)} broadcast to {list(shape)}: "
+    if experiment.first is None or not experiment.first.losses:
+        if math.prod(shape) <= PAIRS and _is_of_all_pairs(out, y, reading.gradient):
+            told += "the loss's slope at each output is that towards all targets at once, not towards its own"
+            yield found("mse-broadcast", "the loss", told)
+        return
     value = _with_target(experiment, y)
     shuffled = [_with_target(experiment, y[torch.arange(len(y)).roll(k)]) for k in (1, 3)]
     changed = _with_target(experiment, y + y.double().std().to(y) if y.is_floating_point() else y + 1)
     same = all(abs(v - value) <= 1e-5 * max(1.0, abs(value)) for v in shuffled)
     if same and abs(changed - value) > 1e-5 * max(1.0, abs(value)):
-        yield found(
-            "mse-broadcast",
-            "loss_fn",
-            f"output {list(out.shape)} and target {list(y.shape)} broadcast to {list(shape)}: shuffling the targets "
-            f"leaves the loss at {value:.6g}",
-        )
+        yield found("mse-broadcast", "loss_fn", f"{told}shuffling the targets leaves the loss at {value:.6g}")
+
+
+def _is_of_all_pairs(output: Tensor, target: Tensor, gradient: Tensor) -> bool:
+    """Return whether a loss that is written out has the slope of squares, or of sizes, of output - target of all pairs.
+
+    Any factor is allowed, so a mean, a sum and a root of one are alike. Where all targets are the same, so are all
+    pairs: then nothing is said.
+    """
+    output, target, gradient = output.detach().double(), target.detach().double(), gradient.detach().double()
+    apart = output - target
+    slopes = (of.sum_to_size(output.shape) for of in (apart, apart.sign()))
+    return float(target.std()) > 0 and any(
+        float(F.cosine_similarity(slope.flatten(), gradient.flatten(), 0)) > 1 - 1e-6 for slope in slopes
+    )
 
 
 def single_logit(experiment: Experiment) -> Iterator[Finding]:
