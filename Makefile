@@ -2,7 +2,7 @@
 #   make lab        open the workbook in JupyterLab      (ARGS=--no-browser prints the address)
 #   make run        execute every lesson                 (a table at the end; one alone: .venv/bin/dxdy run 03)
 #   make test       what CI runs                         make test-all: everything, before work is called done
-#   make cases      every fault and every healthy set-up, on other random numbers (SEED=1)
+#   make cases      every re-created fault, its twin, and what only looks odd, on other random numbers (SEED=1)
 #   make notebooks  rebuild the lessons from their sources (NAMES="02_hand_check")
 #   make stress     kill training processes at random   (KILLS=20)
 #   make site       the lessons and the reference as pages, in build/site

@@ -1,4 +1,4 @@
-"""Statistics of many gradients, close to one read of memory and on one thread; and how often they are worth taking.
+"""Statistics of many gradients, in few reads of memory and on one thread; and how often they are worth taking.
 
 Measured on CPUs, within a training step: half of the cost is reading, half is calling operations whose code the step
 has pushed out of the cache. So a large tensor is read in blocks that stay in a core's own cache while a few plain

@@ -223,7 +223,7 @@ class Saving:
 
 ADVICE = {
     "accumulate": "as many passes as micro-batches, and BatchNorm sees the smaller ones",
-    "lower precision": "8 bits of mantissa in bf16 (watch the loss); weights and optimizer stay float32",
+    "lower precision": "7 bits of fraction in bf16 (watch the loss); weights and optimizer stay float32",
     "checkpoint activations": "the forward of what is checkpointed is computed twice",
     "free": "none, where no gradient is wanted: evaluate under torch.no_grad(), keep no loss with its graph",
     "shard": "communication in every step; lesson 09",

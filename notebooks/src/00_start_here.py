@@ -19,7 +19,8 @@
 # **data** → **forward** → **loss** → **backward** → **update** → **comm**
 #
 # Every lesson shows this strip: the stages that a training step passes through, in order. The lesson's own stage is
-# bold. Here it is all of them. *Comm* is what several processes tell each other; it is empty on a single one.
+# bold. Here it is all of them. *Comm* is what several processes tell each other; it is empty on a single one. A report
+# has *reproduce* behind them, which is about the run as a whole: its seed, its checkpoints, its validation.
 #
 # A training run of yours is in trouble right now? Go to [Symptoms](#Symptoms) and come back later. Otherwise begin
 # with *Edit → Clear Outputs of All Cells*, here and in each lesson: the stored outputs give the predictions away.
@@ -610,7 +611,7 @@ except RuntimeError as error:
 # scaler.is_enabled(), scaler.get_scale()
 # </pre>Mean losses of unequal micro-batches do not add up to the mean of the large batch.</td>
 # <td><a href="06_precision_and_accumulation.ipynb">06</a></td></tr>
-# <tr><td>Resume gives another curve</td><td>state, in no stage</td><td><pre>
+# <tr><td>Resume gives another curve</td><td>reproduce</td><td><pre>
 # {k: sorted(v) for k, v in optimizer.state_dict()["state"].items()}
 # torch.get_rng_state().sum()
 # </pre>Once when saving and once after loading. What differs was not kept. Then the position in the data.</td>

@@ -8,7 +8,7 @@
 # - push a gradient back through it with a pen, and compare each row with autograd;
 # - find the slip in a published example;
 # - explain why a node waits for all its gradients;
-# - tell five ways to switch recording off apart.
+# - tell apart five calls that are said to switch recording off.
 #
 # **Know before.** The chain rule, tensors, `requires_grad` (lesson 00).
 #

@@ -472,7 +472,7 @@ print("the end point of the run is the one computed by pen")
 # - **kink**: two slopes meet here, and none is wrong;
 # - **precision**: the function itself computes in float32, and no more can be said;
 # - **nondeterministic**: the same inputs give different values;
-# - **detached**: the gradient takes a part as constant that is none.
+# - **detached**: the gradient treats as constant a part that does depend on the input.
 
 # %%
 checks = {f.__name__: dx.check_gradients(f, torch.tensor(x0)) for f in (cube, edited)}

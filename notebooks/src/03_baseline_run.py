@@ -408,7 +408,7 @@ def loop(net, opt, samples):
 # %%
 model = fresh(seed)
 opt = make_optimizer(model)
-with dx.watch(model, opt) as w:
+with dx.watch(model, opt, budget=None) as w:  # every statistic at every step, whatever it costs
     await dx.live(w).run(loop(model, opt, data.train))
 
 # %% [markdown]
@@ -720,7 +720,7 @@ plots.show(plots.curves(series, alt=alt, x="step", y="loss, mean of the last epo
 
 # %% [markdown]
 # The validation loss comes to rest early, and the training loss falls on by another power of ten. From there on the
-# net only becomes surer of digits it has already seen.
+# net only becomes surer of digits it has already seen: it **overfits**.
 #
 # Now, once and at the end, the test part. `run.metrics["test_accuracy"]` is the number of the baseline. Here stands
 # only what every machine prints.
@@ -1015,7 +1015,7 @@ spread = max(scores) - min(scores)
 print("three seeds, all above 0.94:", min(scores) > 0.94, "  spread below 0.03:", spread < 0.03)
 
 # %% [markdown]
-# So a change that brings half a percent on one seed has shown nothing yet. Lesson 10 (planned) comes back to this.
+# So a change that brings half a percent on one seed has shown nothing yet. Lesson 10 comes back to this.
 
 # %% [markdown]
 # ## Exit ticket

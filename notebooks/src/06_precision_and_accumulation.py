@@ -478,7 +478,7 @@ for name, size in sizes.items():
 
 # %% [markdown]
 # - `clips_first` clips a norm that is 65,536 times too large to 1, and divides what is left by 65,536. The step is
-#   thousands of times too small, and **silent**: the loss just falls slowly.
+#   tens of thousands of times too small, and **silent**: the loss just falls slowly.
 # - `bypasses` steps along gradients 65,536 times too large: the loss jumps at the first step.
 # - `unscales_each` divides the sum so far once more at each micro-batch. In effect only the last micro-batch is left:
 #   a step in another direction (off by more than half), of plausible size, and **silent**. Without its `update()` torch
@@ -904,7 +904,7 @@ print("parameters without a gradient:", sum(p.grad is None for p in deep.paramet
 # | 3 | autocast in bfloat16 (float16 with a scaler) | digits; sections 2 to 5 |
 # | 4 | checkpointing | one more forward pass, about a third of a step |
 # | 5 | an optimizer with less state: SGD with momentum has one moment, Adam two | another tuning (05) |
-# | 6 | shard weights, gradients and state over devices | communication (09, planned) |
+# | 6 | shard weights, gradients and state over devices | communication (09) |
 #
 # What does not help: `torch.cuda.empty_cache()` gives back blocks that nobody uses, and `del` of a name frees nothing
 # that the graph still saves. Backward frees it, or dropping the loss.

@@ -711,7 +711,7 @@ print(f"your answers: {mine} of {len(ward)} stages   the report: {right} of {len
 # %% [markdown]
 # `reports["A"]` shows the whole report of a patient. Where you and it disagree, run its *check*.
 #
-# In a live notebook this cell gives you a drop-down with more patients: for each the four panels and the chart. Answer
+# In a live notebook this cell gives you a drop-down with more patients: for each the five panels and the chart. Answer
 # with the second drop-down, and set it back before you take the next. Anywhere else the cell shows one patient.
 
 
@@ -928,8 +928,9 @@ print(report.errors[0].cause, "- confirmed:", trial.confirmed)
 # %% [markdown]
 # ### A fault that the order alone does not settle
 #
-# Two causes can leave the same evidence. Then change *one* thing on a copy and run both. Is the rate of the fifth ill
-# run really too large, or is its model wrong? The same seed, the same data, the rate a hundred times smaller:
+# Two causes can leave the same evidence. Then change *one* thing on a copy and run both: a **counterfactual**. Is the
+# rate of the fifth ill run really too large, or is its model wrong? The same seed, the same data, the rate a hundred
+# times smaller:
 
 
 # %%

@@ -782,22 +782,22 @@ for what in ("commit", "torch", "threads", "deterministic"):
 # - `unseeded-run`: Two runs of one script begin with other weights, or read samples in another order. Section 1.
 # - `seed-set-every-epoch`: The seed is set at the top of each epoch, and every epoch has the order and the masks of the
 #   first.
-# - `resume-no-optimizer-state`: Momentum, or Adam's moments, begin at zero again. Sections 3 and 4.
-# - `resume-no-scheduler`: The schedule begins anew: a warm-up in the middle of a run. Section 4.
+# - `resume-no-optimizer-state`: Momentum, or Adam's moments, begin at zero again. Section 2.
+# - `resume-no-scheduler`: The schedule begins anew: a warm-up in the middle of a run. Section 2.
 # - `resume-replays-order`: The generators, or the loader's place, were not kept: samples of the epoch are read twice,
-#   others not at all. Section 4.
+#   others not at all. Section 2.
 # - `resume-param-order-swapped`: The optimizer got the parameters in another order than before, and each moment belongs
 #   to another weight. Where the shapes fit, torch says nothing.
 # - `strict-false-loads-nothing`: No name fits, as after a wrapper's `module.`, and `strict=False` is content with that.
 # - `checkpoint-omits-frozen`: Only what is trained was saved; what was frozen comes back at random.
 # - `best-state-aliased`: `best = model.state_dict()` holds the very tensors that training goes on changing.
-# - `checkpoint-damaged`: A byte is another one than was written. Section 5: torch loads it without a word.
+# - `checkpoint-damaged`: A byte is another one than was written. Section 3: torch loads it without a word.
 # - `loss-steps-up`: The loss jumps to another level and stays. A resume without a state looks like this.
 # - `resumed-earlier`: The table of losses goes back some steps: what lies between was run twice.
 #
 # <a id="loss"></a>Causes explained here, **loss**:
 #
-# - `loss-not-finite`: A table of losses ends in NaN. It does not say why: the record does. Section 7.
+# - `loss-not-finite`: A table of losses ends in NaN. It does not say why: the record does. Section 5.
 
 # %% [markdown]
 # ## Exercises
@@ -839,7 +839,8 @@ lesson.check("rest_of_epoch", rest_of_epoch)
 # %% [markdown]
 # <details><summary>Hint 1</summary>
 #
-# Each epoch has an order of its own, and no two seeds share one. Section 1 has a key with both properties.
+# Each epoch has an order of its own, and no two seeds share one (of fewer than 1,000 epochs). Section 1 has a key with
+# both properties.
 #
 # </details>
 #

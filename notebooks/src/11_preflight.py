@@ -32,7 +32,7 @@
 #
 # <details><summary>Two runs differ in one setting and by 0.4 % in accuracy. What do you need to know first?</summary>
 #
-# How far two runs apart that differ in nothing but their seed. A difference inside that spread says nothing.
+# How far apart two runs are that differ in nothing but their seed. A difference inside that spread says nothing.
 #
 # </details>
 #
