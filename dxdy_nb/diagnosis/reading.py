@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,9 +47,9 @@ def kind_of(nodes: list[Any]) -> tuple[str, Any]:
 
 def graph_nodes(tensor: Tensor, end: Any = None) -> list[Any]:
     """Return the nodes of the graph behind a tensor, from it on, breadth first, as far as ``end``."""
-    seen, order, todo = {end}, [], [tensor.grad_fn]
+    seen, order, todo = {end}, [], deque([tensor.grad_fn])
     while todo:
-        node = todo.pop(0)
+        node = todo.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
@@ -72,7 +73,7 @@ def breaking(nodes: list[Any]) -> str:
     for node in reversed(nodes):
         name = operation_of(node.__class__)
         with suppress(AttributeError, TypeError):  # it keeps nothing of this kind
-            if name in BREAKS and bool(torch.as_tensor(BREAKS[name](node)).any()):
+            if name in BREAKS and not unpacks(node) and bool(torch.as_tensor(BREAKS[name](node)).any()):
                 return name.lower()
     return ""
 
@@ -98,11 +99,19 @@ def floor(classes: int) -> float:
     return math.log(1 + (classes - 1) / math.e)
 
 
+def unpacks(node: Any) -> bool:
+    """Return whether a hook hands out what a node has saved: a checkpoint makes it anew, another gives it once."""
+    kept = (getattr(node, name, None) for name in dir(node) if name.startswith("_raw_saved_"))
+    return any(getattr(one, "unpack_hook", None) is not None for one in kept)
+
+
 def misfed(root: Tensor) -> tuple[str, str] | None:
     """Return a cause and its evidence where a loss takes of a softmax or sigmoid another, or nll_loss no logarithms."""
     nodes = [(operation_of(node.__class__), node) for node in graph_nodes(root)]
     logarithms = any(name.startswith("Log") for name, _ in nodes)  # what is weighted then need not sum to 1
     for name, node in nodes:
+        if not name.startswith(("LogSoftmax", "BinaryCrossEntropyWithLogits", "NllLoss")) or unpacks(node):
+            continue
         given = _maker(node.next_functions[0][0]) if node.next_functions else ""
         if name == "LogSoftmax" and given in ("Softmax", "Sigmoid"):
             shape, axis = node._saved_result.shape, node._saved_dim
@@ -118,9 +127,9 @@ def misfed(root: Tensor) -> tuple[str, str] | None:
                 "it: probabilities stay between 0.5 and 0.73"
             )
         elif name.startswith("NllLoss") and not logarithms:
-            rows = node._saved_self.detach().float()
-            total = rows.exp().sum(min(1, rows.dim() - 1))
-            if bool(((total - 1).abs() > 1e-3).any()):
+            rows = node._saved_self.detach()
+            total = rows.float().exp().sum(min(1, rows.dim() - 1))
+            if bool(((total - 1).abs() > max(1e-3, 8 * torch.finfo(rows.dtype).eps)).any()):
                 made = f", the result of a {given.lower()}," if given in ("Softmax", "Sigmoid") else ""
                 return "nll-on-logits", (
                     f"nll_loss needs log-probabilities; exp of what it is given{made} sums to "

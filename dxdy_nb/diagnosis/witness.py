@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dxdy_nb.diagnosis.observation import Backward, Call, Lost, Observation, Root, Seen, Step, Update, output_of
-from dxdy_nb.diagnosis.reading import breaking, graph_nodes, is_shaping, kind_of, misfed
+from dxdy_nb.diagnosis.reading import breaking, graph_nodes, is_shaping, kind_of, misfed, unpacks
 from dxdy_nb.diagnosis.sameness import batch_key, equal, is_plain
 from dxdy_nb.diagnosis.sequel import Sequel, owned_by
 from dxdy_nb.diagnosis.subject import Subject
@@ -329,7 +329,7 @@ class Witness:
             del marker
         if self._may_hold and self.step.index < 2 * KEPT and self.step.root is None:
             self._read(root)
-            with suppress(RuntimeError):  # what it kept was written over
+            with suppress(RuntimeError, AttributeError):  # what it kept was written over; or it is somebody's own
                 self.step.misfed = self.step.misfed or misfed(root)
         if not (scaled or self._in_step) and is_loss(root) and not math.isfinite(_number(root)):
             self._lose(root)  # a closure may try how far it can go
@@ -364,7 +364,7 @@ class Witness:
             return
         between = graph_nodes(root, out.grad_fn)
         kind, node = kind_of(between)
-        kept = ("_saved_target", "_saved_weight", "_saved_pos_weight", "_saved_ignore_index")
+        kept = () if unpacks(node) else ("_saved_target", "_saved_weight", "_saved_pos_weight", "_saved_ignore_index")
         saved = SimpleNamespace(**{name: getattr(node, name) for name in kept if hasattr(node, name)})
         parts = [n for n in between if not is_shaping(n)]
         self.step.root = noted = Root(kind, _number(root), saved, direct=bool(kind) and len(parts) <= 4)
@@ -376,6 +376,12 @@ class Witness:
             self.sequel.steps(optimizer, self.seen, self.subject, self._batch)
         if self.deaf or not self._may_hold:
             return
+        anew = self.step.batch is None or self._loader == ENDED
+        if closure and anew and self.step.updates and not self.driven:  # its forward runs inside the step
+            self.end()
+            self.begin(len(self.seen.steps), self.seen.epochs, None)
+            if self.deaf:
+                return
         if not self.driven and not any(optimizer is o for o in self.subject.optimizers):
             self.subject = replace(self.subject, optimizers=(*self.subject.optimizers, optimizer))
         parameters = self.subject.parameters

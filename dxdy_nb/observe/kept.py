@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dxdy_nb.autograd.copies import random_states
@@ -69,7 +70,7 @@ class _Notes:
         self.seen.add(id(value))
         self.alive.append(value)
         if isinstance(value, Tensor):
-            if value.is_nested:
+            if value.is_nested or is_lazy(value) or value.is_meta:
                 return _nothing
             data = light or (self.held and not isinstance(value, nn.Parameter))
             return _nothing if data and value.numel() * value.element_size() > SMALL else self._tensor(value)

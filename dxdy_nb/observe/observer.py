@@ -158,7 +158,8 @@ class Watch:
                 "diagnose: this watch kept only numbers (budget=None). Watch with a budget, or call "
                 "dx.diagnose(model=..., loss_fn=..., loader=..., optimizer=...)."
             )
-        return completed(judge(self._witness, time_limit), self, len(self._witness.seen.steps))
+        report, seen = judge(self._witness, time_limit), self._witness.seen
+        return completed(report, self, len(seen.updates) or len(seen.steps))
 
     @property
     def _known(self) -> Recorder:

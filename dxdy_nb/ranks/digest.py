@@ -33,7 +33,12 @@ def checksum(tensors: Iterable[Tensor], turn: int | None = None) -> int:
     """
     total = 0
     for t in tensors:
-        data = t.detach().reshape(-1).view(torch.uint8) if t.is_contiguous() else t.detach().flatten().view(torch.uint8)
+        t = t.detach()
+        if t.is_nested or t.layout is torch.jagged:
+            t = t.values()
+        elif t.layout is not torch.strided:
+            t = t.to_dense()
+        data = t.contiguous().reshape(-1).resolve_conj().resolve_neg().view(torch.uint8)
         whole = data.numel() // 8 * 8
         words = (data[:whole] if data.storage_offset() % 8 == 0 else data[:whole].clone()).view(torch.int64)
         if turn is not None and t.numel() > SAMPLED:
@@ -57,7 +62,8 @@ def checksums(tensors: Iterable[Tensor], size: int) -> list[int]:
     """
     total = torch.zeros(size, dtype=torch.int64)
     for t in tensors:
-        if t.layout is torch.strided and not t.is_complex() and t.numel() and t.dim() and len(t) == size:
+        plain = t.layout is torch.strided and not t.is_nested and not t.is_complex()
+        if plain and t.numel() and t.dim() and len(t) == size:
             flat = t.detach().reshape(size, -1)
             flat = flat[:, :: max(1, flat.shape[1] // READ)][:, :READ]
             words = flat.cpu().double().view(torch.int64)

@@ -209,7 +209,7 @@ class Scribe:
     def iterate(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Note that a pass over a loader begins, and its first batches."""
         number = _number_of(self._loaders, loader)
-        self.write("pass", number=number, sampler=type(loader.sampler).__name__, **_extent(loader))
+        self.write("pass", number=number, sampler=type(_sampler(loader)).__name__, **_extent(loader))
         self._batches = 0
 
         def fetch(batches: Iterator[Any]) -> Any:
@@ -389,9 +389,14 @@ def _number_of(known: list[Any], one: Any) -> int:
     return len(known) - 1
 
 
+def _sampler(loader: DataLoader[Any]) -> Any:
+    """Return what gives the order of a pass; the loader's own is idle where its batches are somebody's."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
 def _extent(loader: DataLoader[Any]) -> dict[str, int | None]:
     """Return the batches of a pass, None where the loader does not know, and the samples if it reads each once."""
-    sampler, by = loader.sampler, loader.batch_sampler
+    sampler, by = _sampler(loader), loader.batch_sampler
     batches = None
     with contextlib.suppress(TypeError, NotImplementedError):
         batches = len(sampler if by is None else by)  # type: ignore[arg-type]  # a loader that is asked counts its own

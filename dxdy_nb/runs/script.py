@@ -123,7 +123,7 @@ class _Recording:
             self.report = self._watch.diagnose()
             self._recorder.result["report"] = str(self.report)
             wrong = "; ".join(f"{one.stage}: {one.cause}" for one in self.report.errors)
-            self._recorder.result["metrics"]["found"] = wrong or "no error"
+            self._recorder.result["metrics"]["found"] = wrong or ("no error" if self.report.saw else "not judged")
         except Exception as error:
             self._say(f"no report: {type(error).__name__}: {error}")
 
