@@ -12,13 +12,13 @@ import rank_workers
 import torch
 from rank_workers import FAULTS
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
 
 import dxdy_nb as dx
 from dxdy_nb.cli import main
 from dxdy_nb.diagnosis import ranks
 from dxdy_nb.diagnosis.comm import RULES, doing, repeated
-from dxdy_nb.ranks.digest import checksum, sketch
+from dxdy_nb.ranks.digest import checksum, checksums, sketch
 from dxdy_nb.ranks.log import logged, read
 from dxdy_nb.ranks.verify import Ranks
 
@@ -168,6 +168,12 @@ def test_checksums_are_of_bits_and_sketches_of_values():
     seen = [checksum([large], turn) != checksum([other], turn) for turn in range(8)]
     assert seen == [False, False, True, False] * 2  # a lone number is in one of four parts
     assert checksum([a], 1) == checksum([a])
+    spread, sparse = torch.stack([a, a], 1)[:, 0], a.relu().to_sparse()
+    nested = torch.nested.nested_tensor([a, a[:3]], layout=torch.jagged)
+    assert checksum([spread]) == checksum([a])
+    assert checksum([sparse]) == checksum([a.relu()])
+    assert checksum([nested]) == checksum([torch.cat([a, a[:3]])])
+    assert checksums([a, nested, sparse], 2) == [0, 0]
     (norm, projection), (norm2, projection2), (_, total) = sketch(a), sketch(-2 * a), sketch(a - 2 * a)
     assert norm == pytest.approx(a.double().norm().item())
     assert (norm2, projection2) == pytest.approx((2 * norm, -2 * projection))
@@ -190,6 +196,29 @@ def test_a_log_tells_what_a_loop_did_and_a_torn_line_is_left_out(tmp_path):
     with (tmp_path / "rank0.jsonl").open("a") as file:
         file.write('{"event": "upd')
     assert read(tmp_path / "rank0.jsonl") == events
+
+
+class Endless(Dataset):
+    """A data set that knows its items, and not how many."""
+
+    def __getitem__(self, index):
+        return torch.zeros(2)
+
+
+def test_a_loader_with_batches_of_ones_own_and_a_column_of_a_table_is_logged(tmp_path):
+    table = torch.arange(24.0).reshape(8, 3)
+    loaders = [
+        DataLoader(Endless(), batch_sampler=BatchSampler(range(6), 4, drop_last=False)),
+        DataLoader(table, 4, collate_fn=lambda rows: torch.stack(rows)[:, -1]),
+        DataLoader(table, 4, collate_fn=lambda rows: torch.stack(rows).to_sparse()),
+    ]
+    with logged(tmp_path / "rank0.jsonl", 0):
+        assert [len(list(loader)) for loader in loaders] == [2, 2, 2]
+    passes = [event for event in read(tmp_path / "rank0.jsonl") if event["event"] == "pass"]
+    assert [(one["sampler"], one["batches"], one["whole"]) for one in passes] == [
+        ("range", 2, 0),
+        *[("SequentialSampler", 2, 8)] * 2,
+    ]
 
 
 def test_who_waits_for_whom_is_told_from_the_last_events():

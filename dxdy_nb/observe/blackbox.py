@@ -662,8 +662,9 @@ def _version(tensor: Tensor) -> int:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return a plain copy on the CPU."""
-    return tensor.detach().as_subclass(Tensor).to("cpu", copy=True)
+    """Return a plain copy on the CPU; of the device meta, which has nothing to copy, the tensor."""
+    alone = tensor.detach().as_subclass(Tensor)
+    return alone if alone.is_meta else alone.to("cpu", copy=True)
 
 
 def _alone(tensor: Tensor) -> Tensor:
