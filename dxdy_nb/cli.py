@@ -315,17 +315,17 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _watch_ranks(options: argparse.Namespace, name: str, arguments: Sequence[str]) -> int:
     from dxdy_nb.diagnosis.ranks import diagnose_script
+    from dxdy_nb.runs.script import writable
 
     if options.out or options.steps:
         raise DxdyError("watch --nproc-per-node: takes no --out and no --steps: it compares ranks, and keeps no run.")
     if options.module is None and not Path(name).is_file():
         raise DxdyError(f"watch: {name}: no such script.")
-    if options.json and not options.json.parent.is_dir():
-        raise DxdyError(f"watch: {options.json}: there is no folder {options.json.parent} to write it to.")
+    to = writable(options.json) if options.json else None
     report, code = diagnose_script(name, arguments, options.nproc_per_node, module=options.module is not None)
     print(report, file=sys.stderr)
-    if options.json:
-        options.json.write_text(report.to_json() + "\n")
+    if to:
+        to.write_text(report.to_json() + "\n")
     return code or (FINE if report.healthy else PROBLEM)
 
 

@@ -1,5 +1,6 @@
 """The configuration of a run: every field is honoured by the training loop today."""
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -183,7 +184,8 @@ class RunConfig:
             temporary.write_text(text)
             os.replace(temporary, target)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise DxdyError(f"{path}: cannot be written ({error.strerror}). Give a path that can be.") from None
 
     def override(self, changes: Mapping[str, Any]) -> "RunConfig":

@@ -179,6 +179,8 @@ def _ask(fn: Any, inputs: Sequence[Any], model: Any, loss_fn: Any, batch: Any, o
         raise DxdyError(f"expected fn and its tensors, or model=, loss_fn= and batch= together; got {seen}.")
     if fn is None and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         raise DxdyError(f"batch: expected a pair (x, y), got {type(batch).__name__}.")
+    if fn is None and not callable(loss_fn):
+        raise DxdyError(f"loss_fn: expected a function of (model(x), y), got {type(loss_fn).__name__}.")
 
 
 def _check(loss: Loss, order: int) -> Check:

@@ -128,7 +128,10 @@ class Picture:
         path = Path(path)
         if path.suffix not in (".svg", ".png"):
             raise DxdyError(f"a picture is saved as .svg or .png, got {path.name!r}.")
-        path.write_bytes(self.svg.encode() if path.suffix == ".svg" else self.diagram.png())
+        try:
+            path.write_bytes(self.svg.encode() if path.suffix == ".svg" else self.diagram.png())
+        except OSError as error:
+            raise DxdyError(f"{path}: cannot be written ({error.strerror}). Give a path that can be.") from None
         return path
 
     def __repr__(self) -> str:

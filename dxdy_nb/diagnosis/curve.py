@@ -190,7 +190,8 @@ def _restarted(curve: Curve) -> Iterator[Finding]:
 
 def _jumps_and_rise(curve: Curve) -> Iterator[Finding]:
     start = _rise(curve)
-    yield from _jumps(curve.cut(slice(start)))
+    if start != 0:
+        yield from _jumps(curve.cut(slice(start)))
     if start is not None:
         words = f"from {curve.at(start)} to {curve.at(-1)}"
         if (curve.losses[start:] > 0).all():

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from dxdy_nb.errors import DxdyError
 from dxdy_nb.observe.hooks import listening
 from dxdy_nb.ranks.scribe import CLOSE, Scribe, is_outside
 
@@ -18,11 +19,20 @@ Event = dict[str, Any]
 
 
 def read(path: Path) -> list[Event]:
-    """Return the events of a log; of a line that was cut off nothing."""
+    """Return the events of a log; of a line that was cut off nothing.
+
+    Raises
+    ------
+    DxdyError
+        The file is damaged, or no log.
+    """
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    try:
+        lines = path.read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines if line.endswith("}")]
+    except ValueError:
+        raise DxdyError(f"{path}: is no log of a rank. Is it damaged? Train again for another one.") from None
 
 
 @contextmanager
@@ -35,7 +45,7 @@ def logged(path: Path, rank: int, *, close: int = CLOSE) -> Iterator[None]:
     rank : this process's
     close : updates of which each gradient and weight is written down; later ones have one checksum for all
     """
-    with path.open("a") as file:
+    with path.open("ab", buffering=0) as file:
         scribe = Scribe(file, rank, close)
         with ExitStack() as stack:
             stack.enter_context(listening(scribe))

@@ -165,9 +165,9 @@ def _meetings(steps: Sequence[Sequence[Sequence[Event]]], count: int) -> tuple[A
 
 def _calls(step: Sequence[Event]) -> list[float]:
     """Return how long each call of a step took in which all ranks meet."""
-    begun = [e["at"] for e in step if e["event"] == "collective" and e["world"]]
+    begun = [e for e in step if e["event"] == "collective"]
     ended = [e["at"] for e in step if e["event"] == "collected"]
-    return [end - begin for begin, end in zip(begun, ended, strict=False)]
+    return [end - begin["at"] for begin, end in zip(begun, ended, strict=False) if begin["world"]]
 
 
 def _reductions(ranks: Ranks) -> dict[str, Any]:

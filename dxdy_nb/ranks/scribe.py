@@ -1,11 +1,13 @@
 """Who hears what a rank does, and writes it into the rank's log."""
 
 import contextlib
+import errno
 import functools
 import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -38,7 +40,7 @@ class Scribe:
 
     Parameters
     ----------
-    file : the log, which each event is written to at once
+    file : the log, in bytes and without a buffer, which each event is written to at once
     rank : whose it is
     close : updates of which each gradient and weight is written down
     """
@@ -60,13 +62,19 @@ class Scribe:
         self._counted: int | None = None
         self._fetching = 0.0  # seconds since the last update
         self._reduced = 0  # the iteration of which DistributedDataParallel has told its times
-        self._reducing = self._stepping = self._ended = False
+        self._reducing = self._stepping = self._ended = self._full = False
         self.write("begin", rank=rank, pid=os.getpid())
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one event, with its time in seconds, at once."""
-        self._file.write(json.dumps({"event": event, "at": round(time.perf_counter(), 6), **values}) + "\n")
-        self._file.flush()
+        """Append one event, with its time in seconds, at once. A disk that is full ends the log, and no training."""
+        line = json.dumps({"event": event, "at": round(time.perf_counter(), 6), **values}).encode() + b"\n"
+        try:
+            if not self._full and self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._full = True  # what a later event would follow is half a line
+            text = f"{self._file.name}: {error.strerror}. The ranks go on; what they do is no longer written down."
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
 
     @property
     def looking(self) -> bool:

@@ -1,6 +1,7 @@
 """What a training function sees of its launcher, which is the same alone, in a pool, and under any other launcher."""
 
 import contextlib
+import itertools
 import os
 import re
 import socket
@@ -129,6 +130,8 @@ class _Place(NamedTuple):
     port: int
 
 
+# With the number of the next session there; kept as long as this process: others may still be in the session before.
+_stores: dict[_Place, tuple[dist.TCPStore, Iterator[int]]] = {}
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "MASTER_ADDR", "MASTER_PORT")
 
@@ -181,16 +184,29 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 def _join(place: _Place, timeout: timedelta) -> None:
     """Make the process group that a launcher has told of."""
-    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun holds the store
-    serves = place.rank == 0 and not agents
-    listener = None
     if place.address in ("localhost", "127.0.0.1"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
-        if serves:  # torch would listen on every interface, and ask nobody for a password
-            listener = socket.create_server(("127.0.0.1", place.port)).detach()
-    store = dist.TCPStore(place.address, place.port, place.world_size, serves, timeout, master_listen_fd=listener)
-    # The agent's store outlives a restart: without a name of their own, ranks would read the addresses of dead ones.
-    attempt = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if place not in _stores:
+        _stores[place] = _store(place, timeout), itertools.count()
+    store, sessions = _stores[place]
+    store.set_timeout(timeout)
+    # The store outlives a restart, and a session: without a name of their own, ranks would read old addresses.
+    name = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}, session {next(sessions)}"
     backend = None if torch.cuda.is_available() else "gloo"  # None: gloo for the CPU's tensors, nccl for a GPU's
-    dist.init_process_group(backend, store=attempt, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    own = dist.PrefixStore(name, store)
+    dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.world_size, timeout=timeout)
+
+
+def _store(place: _Place, timeout: timedelta) -> dist.TCPStore:
+    """Return where the ranks tell each other their addresses."""
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # then torchrun holds the store
+    serves = place.rank == 0 and not agents
+    listener = None
+    if serves and place.address in ("localhost", "127.0.0.1"):
+        # Torch would listen on every interface, and ask nobody for a password.
+        listener = socket.create_server(("127.0.0.1", place.port)).detach()
+    # Within the process shared with a group that the caller makes from the same variables.
+    return dist.TCPStore(
+        place.address, place.port, place.world_size, serves, timeout, multi_tenant=True, master_listen_fd=listener
+    )

@@ -203,14 +203,17 @@ def table(found: Sequence[Entry], wanted: Mapping[str, Any] | None = None, sort:
     """
     import pandas as pd
 
-    frame = pd.DataFrame([one.row() for one in found], columns=None if found else list(OWN))
+    rows = [one.row() for one in found]
+    frame = pd.DataFrame(rows, columns=None if found else list(OWN))
+    wanted, sort = (wanted or {}, sort) if found else ({}, None)  # of no runs there is nothing to say
     sort, descending = (sort.removeprefix("-"), sort.startswith("-")) if sort else (None, False)
-    for name in [*(wanted or {}), *([sort] if sort else [])]:
-        if name not in frame and found:
+    for name in [*wanted, *([sort] if sort else [])]:
+        if name not in frame:
             raise DxdyError(f"{name}: no run has it.{suggestion(name, frame.columns)}")
-    for name, value in (wanted or {}).items():
+    for name, value in wanted.items():
         accepted = value if isinstance(value, list) else [value]
-        frame = frame[[as_number(seen) in accepted for seen in frame[name]]]
+        # Asked of the rows: pandas makes NaN of a None among numbers.
+        frame = frame[[as_number(rows[place].get(name, ...)) in accepted for place in frame.index]]
     if sort:
         texts = None if pd.api.types.is_numeric_dtype(frame[sort]) else lambda values: values.astype(str)
         frame = frame.sort_values(sort, kind="stable", key=texts, ascending=not descending)
@@ -222,7 +225,7 @@ def table(found: Sequence[Entry], wanted: Mapping[str, Any] | None = None, sort:
         return len({repr(one.config.get(name, ...)) for one in told}) < 2
 
     fields = {name for one in shown for name in one.config}
-    unseen = {column(name) for name in fields if same(name)} - {*(wanted or {}), sort}
+    unseen = {column(name) for name in fields if same(name)} - {*wanted, sort}
     return frame.drop(columns=[*unseen]).set_index("id")
 
 

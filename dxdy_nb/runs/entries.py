@@ -131,7 +131,8 @@ def entry(folder: Path, name: str | None = None) -> Entry:
     except DxdyError as error:
         problems.append(str(error))
     kept = Entry(name, folder, found["result"], {}, found["environment"], tuple(problems))
-    config = options(kept.script.get("arguments", ())) if kept.script else found["config"]
+    given = kept.script.get("arguments")
+    config = options([*map(str, given)] if isinstance(given, list) else []) if kept.script else found["config"]
     return replace(kept, config={str(name): value for name, value in config.items() if name != "fingerprint"})
 
 

@@ -38,7 +38,7 @@ def watch(script: Script, *, out: Path | None = None, steps: int | None = None, 
         Before the script starts: there is no such script, or a place to write to cannot be written.
     """
     with as_main(script) as program:
-        to = _writable(json_file) if json_file else None
+        to = writable(json_file) if json_file else None
         name = script.name.rpartition(".")[2] if script.is_module else Path(script.name).stem
         recording = _Recording(script, new_folder(name, out), steps, to)
         with when_imported("torch", recording.begin), before_os_exit(lambda code: recording.end(SystemExit(code))):
@@ -216,8 +216,15 @@ def _of(error: BaseException | None) -> Any:
     return (type(error), error, error.__traceback__) if error else (None, None, None)
 
 
-def _writable(path: Path) -> Path:
-    path = path.absolute()  # the script may go to another directory
+def writable(path: Path) -> Path:
+    """Return where a summary is to be written, wherever the script goes meanwhile.
+
+    Raises
+    ------
+    DxdyError
+        It cannot be written.
+    """
+    path = path.absolute()
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise DxdyError(f"{path}: cannot be written. Give a file in a folder that is there, as --json.")
     return path

@@ -62,7 +62,8 @@ def train(
         The folder cannot be written or holds a run; the device is not there, or cannot compute in the precision; no
         parameter is one for the optimizer; an epoch has fewer batches than are to be accumulated; a data file is
         damaged; a launcher has started another number of ranks. With ``resume``: a process still trains there; the
-        configuration or the model is another one; all checkpoints are damaged, or the trace is.
+        configuration or the model is another one, or ends before the last checkpoint; all checkpoints are damaged, or
+        the trace is.
 
     Examples
     --------
@@ -114,6 +115,11 @@ def _train(config: RunConfig, s: Session, out: str | Path | None, resume: bool, 
     begin = agreed(config, parts.model, s, out, resume, allow_changes)
     if begin.completed:
         return begin.run(parts.model)
+    if begin.step > parts.total:
+        raise DxdyError(
+            f"resume: the last checkpoint is of step {begin.step}, and this configuration ends at step {parts.total}. "
+            "Give more max_steps or epochs, or train in another folder."
+        )
     folder, kept = own_folder(begin, s), (begin.folder / checkpoint.FOLDER).absolute()  # the loop may go elsewhere
     facts: dict[str, Any] = {"metrics": {}, "validation": [], "validation_seconds": 0.0, **taken_over(folder, begin)}
     if begin.state and s.is_main and begin.state.validation:

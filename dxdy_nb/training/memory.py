@@ -324,7 +324,8 @@ def checkpointed(model: nn.Module) -> Iterator[list[str]]:
     if not lists:
         raise ValueError("no Sequential and no ModuleList was found: wrap a part of the forward in checkpoint(...)")
     name, found = max(lists, key=lambda pair: (sum(p.numel() for p in pair[1].parameters()), len(pair[1])))
-    changed: list[nn.Module] = [found] if isinstance(found, nn.Sequential) else list(found)
+    modules = [found] if isinstance(found, nn.Sequential) else found
+    changed = {module: vars(module).get("forward") for module in modules}  # once each: layers may be shared
     for module in changed:
         if isinstance(module, nn.Sequential):
             again = partial(checkpoint_sequential, list(module), math.isqrt(len(module)))
@@ -334,5 +335,7 @@ def checkpointed(model: nn.Module) -> Iterator[list[str]]:
     try:
         yield [name or type(model).__name__]
     finally:
-        for module in changed:
+        for module, own in changed.items():  # some have a forward of their own, as a wrapper gives them
             del module.forward
+            if own is not None:
+                module.forward = own
