@@ -1,5 +1,7 @@
-"""Tensors in nested tuples, lists and dictionaries: what batches and the outputs of models are made of."""
+"""Tensors in nested tuples, lists, dictionaries and dataclasses: what batches and models' outputs are made of."""
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,11 @@ def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
         return type(value)(*(mapped(item, function) for item in value))
     if isinstance(value, (tuple, list)):
         return type(value)(mapped(item, function) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for part in dataclasses.fields(value):
+            object.__setattr__(made, part.name, mapped(getattr(value, part.name), function))  # it may be frozen
+        return made
     return value
 
 

@@ -1,7 +1,7 @@
 """Whether each gradient arrives, once, and is right."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, suppress
 from statistics import median
 from types import SimpleNamespace
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils import checkpoint
 
 from dxdy_nb.autograd.copies import random_states
@@ -16,7 +17,7 @@ from dxdy_nb.diagnosis.observation import Step, output_of
 from dxdy_nb.diagnosis.probes import FEW, LONG, Experiment, NotRepeatable, OutOfTime, finite
 from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
-from dxdy_nb.diagnosis.sameness import replaced
+from dxdy_nb.diagnosis.sameness import equal, replaced
 from dxdy_nb.diagnosis.subject import preserved
 from dxdy_nb.errors import DxdyError, counted
 from dxdy_nb.nested import tensors_in
@@ -34,6 +35,8 @@ def no_backward(experiment: Experiment) -> Iterator[Finding]:
         return
     if any(not math.isnan(s.norm) for u in experiment.seen.updates for s in u.parameters.values()):
         return  # gradients came from elsewhere, as torch.autograd.grad
+    if not (experiment.seen.updates or any(call.grad for step in steps for call in step.calls)):
+        return  # it only collected: neither a graph was made nor an update
     yield found(
         "backward-missing",
         "the training step",
@@ -51,6 +54,23 @@ def loss_without_graph(experiment: Experiment) -> Iterator[Finding]:
             "loss-rewrapped",
             "the tensor that backward is called on",
             "it requires a gradient and has no grad_fn: it is a leaf, and backward ends where it begins",
+        )
+
+
+def nothing_arrives(experiment: Experiment) -> Iterator[Finding]:
+    """Backward ran, and no parameter that is to be trained had a gradient at any update."""
+    updates, backwards = experiment.seen.updates, [b for s in experiment.seen.steps for b in s.backwards]
+    rows = [row for update in updates for row in update.parameters.values()]
+    cut = all(math.isnan(row.norm) and not row.moved for row in rows) and not experiment.seen.moved
+    if len(updates) < FEW or not backwards or any(b.reached or b.strangers or not b.root for b in backwards):
+        return
+    if rows and cut and not any(u.closure for u in updates):
+        where, operation = _cut_line(experiment)
+        yield found(
+            "detach-cut",
+            where or "between model and loss",
+            f"{len(backwards)} backwards, {len(updates)} updates, and every gradient is None"
+            + (f"; the graph is cut by {operation} at {where}" if where else ""),
         )
 
 
@@ -84,7 +104,7 @@ def cleared_before_the_step(experiment: Experiment) -> Iterator[Finding]:
     """Backward gave gradients, and they were gone when the optimizer came."""
     updates = experiment.seen.updates
     emptied = [u for u in updates if u.cleared and not any(s.norm > 0 for s in u.parameters.values())]
-    if len(emptied) >= 2 and len(emptied) == len(updates):
+    if len(emptied) >= 2 and len(emptied) >= len(updates) - 1 and not experiment.seen.moved:
         yield found(
             "zero-grad-after-backward",
             listed(emptied[0].cleared),
@@ -112,6 +132,7 @@ def gradient_does_not_arrive(experiment: Experiment) -> Iterator[Finding]:
             asked[name] = "zero"
     if not asked or not any(s.norm > 0 for u in updates for s in u.parameters.values()):
         return
+    asked = {name: kind for name, kind in asked.items() if kind != "None" or not _is_of_a_copy(experiment, name, asked)}
     lost = [name for name in asked if _depends(experiment, [name])]
     flat = [n for n, kind in asked.items() if kind == "zero" and not experiment.initial[n].any()]
     if not lost and len(flat) > 1 and _depends(experiment, flat):
@@ -125,6 +146,16 @@ def gradient_does_not_arrive(experiment: Experiment) -> Iterator[Finding]:
         names = [name for name in lost if asked[name] == kind]
         if names:
             yield _cut_finding(experiment, names, kind)
+
+
+def _is_of_a_copy(experiment: Experiment, name: str, asked: Iterable[str]) -> bool:
+    """Return whether a module began, bit for bit, as another one that trains: a target network, without a gradient."""
+    first, (top, _, _) = experiment.initial, name.partition(".")
+    inside = {n.removeprefix(f"{top}."): p for n, p in first.items() if n.startswith(f"{top}.")}
+    others = {n.partition(".")[0] for n in first} - {n.partition(".")[0] for n in asked}
+    return any(p.count_nonzero() for p in inside.values()) and any(
+        all(f"{other}.{n}" in first and equal(p, first[f"{other}.{n}"]) for n, p in inside.items()) for other in others
+    )
 
 
 def _depends(experiment: Experiment, names: list[str]) -> bool:
@@ -251,7 +282,10 @@ def vanishing(experiment: Experiment) -> Iterator[Finding]:
         rows = [(n, s) for n, s in rows if s.norm > 0 and s.weight > 0 and not s.nonfinite]
         if len(rows) < 3:
             return
-        ratios.append((rows[0][1].norm / rows[0][1].weight) / (rows[-1][1].norm / rows[-1][1].weight))
+        (_, first), (_, last) = rows[0], rows[-1]
+        gradient, weight = first.norm / last.norm, first.weight / last.weight
+        # Behind a last layer that begins near zero gradients are small, too, and gradient · weight is not.
+        ratios.append(gradient * max(weight, 1 / weight))
     if len(ratios) == FEW and max(ratios) < LOST:
         yield found(
             "vanishing-gradients",
@@ -284,7 +318,8 @@ def wrong_gradient(experiment: Experiment) -> Iterator[Finding]:
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2 and all(map(torch.is_tensor, batch))):
         return
     own = _own_functions(experiment)
-    if not own or _surrogates(experiment, own):
+    calls = _calls_of(experiment, own) if own else []
+    if not own or any(_surrogate(*called) for called in calls):
         return
     if any(p.is_complex() for p in subject.parameters.values()):
         experiment.seen.notes.append("wrong gradient: weights are complex, and only real ones are checked")
@@ -294,11 +329,14 @@ def wrong_gradient(experiment: Experiment) -> Iterator[Finding]:
     with preserved(subject):
         check = check_gradients(model=subject.model, loss_fn=subject.loss_fn, batch=_fewer(*batch))
     if check.verdict == "wrong":
+        straight = any(_straight_through(kind, args) for kind, args, _ in calls)
         row = next(row for row in check.rows if row.name == check.worst)
         yield found(
             "wrong-custom-backward",
             row.name,
-            f"autograd's slope {row.analytic:.6g}, finite differences {row.numeric:.6g} (float64, verdict wrong)",
+            f"autograd's slope {row.analytic:.6g}, finite differences {row.numeric:.6g} (float64, verdict wrong)"
+            + ("; backward hands gradients on through a projection: straight-through, if that is meant" * straight),
+            severity="hint" if straight else "error",
         )
 
 
@@ -309,24 +347,48 @@ def _own_functions(experiment: Experiment) -> set[Any]:
     return {kind for kind in kinds if kind is not None and not kind.__module__.startswith("torch.")}
 
 
-def _surrogates(experiment: Experiment, functions: set[Any]) -> bool:
-    """Return whether a function gives back its input, or steps: then its backward is another's on purpose."""
-    meant: list[bool] = []
+def _calls_of(experiment: Experiment, functions: set[Any]) -> list[tuple[Any, tuple[Any, ...], Any]]:
+    """Return the calls of some functions in the first loss: function, arguments of its forward, result."""
+    calls: list[tuple[Any, tuple[Any, ...], Any]] = []
     with ExitStack() as undo:
         for kind in functions:
 
-            def watched(*args: Any, original: Any = kind.forward) -> Any:
-                result = original(*args)
-                given = next((t for t in args if torch.is_tensor(t) and t.is_floating_point()), None)
-                if given is not None and torch.is_tensor(result) and result.shape == given.shape:
-                    near = original(*(t * (1 + 1e-5) if t is given else t for t in args))
-                    meant.append(torch.equal(result, given) or float((near == result).float().mean()) > STEPS)
-                return result
+            def watched(*args: Any, kind: Any = kind, original: Any = kind.forward) -> Any:
+                calls.append((kind, args, original(*args)))
+                return calls[-1][2]
 
             undo.callback(setattr, kind, "forward", staticmethod(kind.forward))
             kind.forward = staticmethod(watched)
         experiment.loss_of(experiment.forward(evaluate=False))
-    return any(meant)
+    return calls
+
+
+def _surrogate(kind: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Return whether a function gives back its input, or steps: then its backward is another's on purpose."""
+    given = next((t for t in args if torch.is_tensor(t) and t.is_floating_point()), None)
+    if given is None or not torch.is_tensor(result) or result.shape != given.shape:
+        return False
+    with torch.no_grad():
+        near = kind.forward(*(t * (1 + 1e-5) if t is given else t for t in args))
+    return torch.equal(result, given) or float((near == result).float().mean()) > STEPS
+
+
+def _straight_through(kind: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a function is a projection, which done twice is done once, and its backward the identity."""
+    given = args[1:] if isinstance(args[0], FunctionCtx) else args
+    place = next((i for i, t in enumerate(given) if torch.is_tensor(t) and t.is_floating_point()), None)
+    if place is None:
+        return False
+
+    def again(t: Tensor) -> Any:
+        return kind.apply(*given[:place], t, *given[place + 1 :])
+
+    leaf = given[place].detach().clone().requires_grad_()
+    once = again(leaf)
+    if not torch.is_tensor(once) or once.shape != leaf.shape or not torch.allclose(again(once.detach()), once):
+        return False
+    (slope,) = torch.autograd.grad(once.sum(), leaf, allow_unused=True)
+    return slope is not None and bool((slope == 1).all())
 
 
 def _fewer(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -486,6 +548,7 @@ def frozen_parts(experiment: Experiment) -> Iterator[Finding]:
 RULES = (
     no_backward,
     loss_without_graph,
+    nothing_arrives,
     backward_twice,
     gradients_pile_up,
     cleared_before_the_step,

@@ -2,9 +2,11 @@
 
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
-from dxdy_nb.diagnosis.probes import Experiment
+from dxdy_nb.diagnosis.observation import Step
+from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable, OutOfTime
 from dxdy_nb.diagnosis.report import Finding, Stage, found
 
 # Torch's words (2.13), and the cause they stand for.
@@ -38,11 +40,19 @@ def crashed(experiment: Experiment) -> Iterator[Finding]:
     stage = _stage(experiment, error)
     if cause == "label-out-of-range" and stage != "loss":  # the words are also an index's in the model
         cause = ""
+    if cause == "inplace-residual" and step is not None and step.index and _runs_alone(experiment, step):
+        cause = "graph-used-twice"  # what was overwritten belongs to a step before
     if not cause and stage in ("loss", "backward") and _squeezed(experiment):
         cause = "squeeze-batch-dim"
     when = f"step {step.index}" if step is not None else seen.error_place
     finding = found(cause or "exception", _line(error), f"{when} raised {text}")
     yield finding if cause else replace(finding, stage=stage)
+
+
+def _runs_alone(experiment: Experiment, step: Step) -> bool:
+    with suppress(NotRepeatable, OutOfTime):
+        return step.batch is not None and experiment.trial(step.batch).error is None
+    return False
 
 
 def _stage(experiment: Experiment, error: BaseException) -> Stage:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import leading, main_call
-from dxdy_nb.diagnosis.probes import LONG, Experiment, NotRepeatable, OutOfTime, finite
+from dxdy_nb.diagnosis.probes import LONG, Experiment, NotRepeatable, OutOfTime, finite, lower_by
 from dxdy_nb.diagnosis.report import Finding, found
 from dxdy_nb.diagnosis.sameness import bits_of
 from dxdy_nb.diagnosis.subject import batches_of, preserved
@@ -198,10 +198,13 @@ def validation(experiment: Experiment) -> Iterator[Finding]:
         ordered = targets and all(_same(a, b) for a, b in targets)
         inputs = [(a[1], b[1]) for a, b in zip(first, second, strict=True) if a[1] is not None and b[1] is not None]
         if ordered and inputs and not all(_same(a, b) for a, b in inputs):
+            restores = all(x.shape == y.shape for (x, _), (y, _) in zip(inputs, targets, strict=False))
             yield found(
                 "augment-on-val",
                 "val_loader",
-                "two passes give the same targets in the same order, and different inputs",
+                "two passes give the same targets in the same order, and different inputs"
+                + ("; targets have the shape of inputs: to undo what is done to them may be the task" * restores),
+                severity="hint" if restores else "error",
             )
     train, held = _hashes(experiment.epoch), _hashes(first)
     shared = sum(h in train for h in held)
@@ -236,7 +239,7 @@ def stored_data_changes(experiment: Experiment) -> Iterator[Finding]:
     if not hasattr(dataset, "__dict__") or getattr(loader, "num_workers", None):
         return
     held = [t for t in tensors_in(dict(vars(dataset))) if t.numel() * t.element_size() <= SMALL]
-    changed = 0
+    changed, firsts = 0, [t.clone() for t in held]
     with preserved(experiment.subject):
         for _ in range(2):  # what is filled at the first pass, as a cache is, stays the same at the second
             before = [bits_of(t) for t in held]
@@ -244,12 +247,28 @@ def stored_data_changes(experiment: Experiment) -> Iterator[Finding]:
                 if experiment.left() < 0:
                     raise OutOfTime
             changed = sum(bits_of(t) != bits for t, bits in zip(held, before, strict=True))
-    if changed:
+        told = bool(changed) and _tells(dataset, held, firsts)
+    if told:
         yield found(
             "augments-in-place",
             "dataset",
             f"each pass changes {changed} of the {len(held)} tensors that the data set holds",
         )
+
+
+def _tells(dataset: Any, held: list[Tensor], firsts: list[Tensor]) -> bool:
+    """Return whether samples are others when the data set holds its first tensors again; a mere counter is not told."""
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return True
+
+    def samples() -> list[int]:
+        with random_states():
+            return [bits_of(t) for i in range(min(len(dataset), 8)) for t in tensors_in(dataset[i])]
+
+    now = samples()
+    for t, first in zip(held, firsts, strict=True):
+        t.copy_(first)
+    return samples() != now
 
 
 def another_scale(experiment: Experiment) -> Iterator[Finding]:
@@ -261,6 +280,9 @@ def another_scale(experiment: Experiment) -> Iterator[Finding]:
     if sum(map(len, train)) < 16 or sum(map(len, held)) < 16 or train[0].size(1) != held[0].size(1):
         return
     a, b = torch.cat(train).double(), torch.cat(held).double()
+    # Of a feature that is mostly one number, few rows tell neither mean nor deviation.
+    dense = torch.stack([(t != t.median(0).values).double().mean(0) > 0.5 for t in (a, b)]).all(0)
+    a, b = (t[:, dense] if dense.any() else t.reshape(-1, 1) for t in (a, b))
     shift = (b.mean(0) - a.mean(0)).abs() / (a.std(0) + 1e-12)
     stretch = (b.std(0) + 1e-12).log() - (a.std(0) + 1e-12).log()
     if float(shift.median()) > APART or float(stretch.abs().median()) > math.log(APART):
@@ -411,7 +433,8 @@ def alignment(experiment: Experiment) -> Iterator[Finding]:
     sigma = math.sqrt(base * (1 - base) / (len(x) / 2))
     scores = {offset: _linear_accuracy(x, y.roll(offset), classes) for offset in (0, -2, -1, 1, 2)}
     best = max(scores, key=scores.__getitem__)
-    if best and scores[0] < base + 4 * sigma and scores[best] > base + SIGMAS * sigma:
+    apart = scores[0] < base + 4 * sigma and scores[best] > base + SIGMAS * sigma
+    if best and apart and not _series(x):
         yield found(
             "labels-shifted-by-one",
             "dataset",
@@ -438,6 +461,12 @@ def _linear_accuracy(x: Tensor, y: Tensor, classes: Tensor) -> float:
     ridge = torch.eye(x.size(1), dtype=x.dtype) * 1e-2 * len(x)
     weights = torch.linalg.solve(x[fit].T @ x[fit] + ridge, x[fit].T @ hot[fit])
     return float(((x[test] @ weights).argmax(1) == hot[test].argmax(1)).double().mean())
+
+
+def _series(x: Tensor) -> bool:
+    """Return whether rows go on from one another, as windows over a series do: the next one holds a column again."""
+    z = ((x - x.mean(0)) / (x.std(0) + 1e-9)).clamp(-3, 3)
+    return float((z[:-1].T @ z[1:]).abs().max()) > 0.8 * len(z)
 
 
 def _neighbours(x: Tensor, y: Tensor) -> float:
@@ -471,9 +500,12 @@ def scale(experiment: Experiment) -> Iterator[Finding]:
         yield from _better(experiment, experiment.places[0], float(whole.mean()), float(whole.std()), rms)
     if y is not None and out is not None and y.is_floating_point() and y.shape == out.shape:
         wanted, given = _rms(y), _rms(out)
+        perfect = experiment.loss_of(y.to(out))
+        if perfect is not None and not abs(float(perfect)) < 1e-4 * abs(seen.losses[0]):
+            return  # the output is not what the target is: its logarithm, say
         losses = experiment.again(LONG)
         begin = finite(losses)[:1]
-        falls = begin and len(finite(losses)) == LONG and min(losses[-4:]) < 0.5 * begin[0]
+        falls = begin and len(finite(losses)) == LONG and lower_by(0.5, min(losses[-4:]), begin[0])
         if wanted > 100 * (given + 1) and not falls:
             yield found(
                 "target-scale",
@@ -496,7 +528,7 @@ def _better(experiment: Experiment, place: int, mean: float, std: float, rms: fl
     if len(finite(other)) < LONG:
         return
     raw_end = min(raw[-4:]) if len(finite(raw)) == LONG else math.inf
-    if min(other[-4:]) < 0.5 * raw_end:
+    if lower_by(0.5, min(other[-4:]), raw_end):
         yield found(
             "unnormalised-inputs",
             "input",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dxdy_nb.diagnosis.observation import leading
-from dxdy_nb.diagnosis.probes import LONG, Experiment, set_lr
+from dxdy_nb.diagnosis.probes import LONG, Experiment, lower_by, set_lr
 from dxdy_nb.diagnosis.reading import graph_nodes
 from dxdy_nb.diagnosis.report import Finding, found, listed
 from dxdy_nb.diagnosis.sameness import same_tensor
@@ -68,7 +68,7 @@ def settings(experiment: Experiment) -> Iterator[Finding]:
                 name=f"{name!r}",
             )
         momentum = getattr(module, "momentum", None)
-        if isinstance(module, NORMS) and module.track_running_stats and _odd(momentum):
+        if isinstance(module, NORMS) and module.track_running_stats and _odd(module):
             yield found(
                 "bn-momentum-frozen",
                 name,
@@ -89,14 +89,16 @@ def settings(experiment: Experiment) -> Iterator[Finding]:
         )
 
 
-def _odd(momentum: float | None) -> bool:
-    return momentum is not None and (momentum == 0 or 0.9 <= momentum < 1)
+def _odd(norm: Any) -> bool:
+    """Return whether statistics are never learned, or those of the last batch; learned ones may be kept by a 0."""
+    never = norm.momentum == 0 and not (norm.running_mean is not None and norm.running_mean.any())
+    return norm.momentum is not None and (never or 0.9 <= norm.momentum < 1)
 
 
 def first_nonfinite(experiment: Experiment) -> Iterator[Finding]:
     """The input was finite, and a module made something of it that is not."""
     for step in experiment.seen.steps:
-        if step.batch is None or (math.isfinite(step.value) and step.index < len(experiment.seen.steps) - 1):
+        if step.batch is None or math.isfinite(step.value):  # a loss may leave out what was masked with infinity
             continue
         calls = [c for c in step.calls if not _finite(c.output) and _finite((c.args, c.kwargs))]
         if not calls or not all(bool(torch.isfinite(p).all()) for p in experiment.initial.values()):
@@ -221,7 +223,8 @@ def over_one_element(experiment: Experiment) -> Iterator[Finding]:
                 "a softmax over an axis of length one is 1 everywhere, and has no gradient",
             )
     fewer = [(dim, [len(x) // 2, *shape[1:]]) for dim, shape in softmaxes if dim == 0 and shape[:1] == [len(x)]]
-    if not fewer or len(x) < 4 or experiment.subject.batch_coupled:
+    out = experiment.output
+    if not fewer or len(x) < 4 or experiment.coupled or out is None or not out.dim() or len(out) != len(x):
         return
     for dim, shape in _softmaxes(experiment, x[: len(x) // 2]):
         if (dim, shape) in fewer and len(shape) > 1:
@@ -248,18 +251,16 @@ def _axis(dim: int, dims: int) -> int:
 
 def dropout_at_the_end(experiment: Experiment) -> Iterator[Finding]:
     """The last thing that the model does is to drop parts of its answer."""
-    called: list[nn.Module] = []
-    leaves = [m for m in experiment.subject.model.modules() if not list(m.children())]
-    with _hooked(leaves, lambda m, i, o: called.append(m)):
-        if experiment.call is not None:
-            experiment.forward(evaluate=False)
-    reading = experiment.reading
-    if called and isinstance(called[-1], DROPOUTS) and called[-1].p > 0:
+    called: list[tuple[Any, Any]] = []
+    drops = [m for m in experiment.subject.model.modules() if isinstance(m, DROPOUTS) and m.p > 0 and m.training]
+    with _hooked(drops, lambda m, i, o: called.append((m, o))):
+        out = leading(experiment.forward(evaluate=False)) if experiment.call is not None and drops else None
+    reading, (last, dropped) = experiment.reading, (called or [(None, None)])[-1]
+    if out is not None and torch.is_tensor(dropped) and same_tensor(dropped, out):
         yield found(
             "dropout-on-output",
-            experiment.subject.name_of(called[-1]),
-            f"the last layer is a dropout with p={called[-1].p}: in training {called[-1].p:.0%} of the outputs are "
-            "zero",
+            experiment.subject.name_of(last),
+            f"the last layer is a dropout with p={last.p}: in training {last.p:.0%} of the outputs are zero",
             severity="error" if reading is not None and reading.kind and reading.direct and reading.raw else "hint",
         )
 
@@ -305,7 +306,7 @@ def random_in_eval(experiment: Experiment) -> Iterator[Finding]:
 def samples_mix(experiment: Experiment) -> Iterator[Finding]:
     """The output of a sample changes when only the other samples are replaced."""
     x, out = experiment.input, experiment.output
-    if x is None or out is None or experiment.subject.batch_coupled or x.dim() < 2 or out.dim() < 1:
+    if x is None or out is None or experiment.coupled or x.dim() < 2 or out.dim() < 1:
         return
     n = len(x)
     if experiment.call is not None and any(isinstance(given, PackedSequence) for given in experiment.call.args):
@@ -453,7 +454,7 @@ def last_step_read(experiment: Experiment) -> Iterator[Finding]:
             "only its outputs at the last step are used: "
             + ("padding stands there" if ends else "their backward half has seen one step")
             + f"; loss after {LONG} steps {usual:.4g}, with the state at each sequence's own end {other:.4g}",
-            severity="error" if other < 0.5 * usual else "hint",
+            severity="error" if lower_by(0.5, other, usual) else "hint",
         )
 
 
@@ -547,7 +548,7 @@ def affine(experiment: Experiment) -> Iterator[Finding]:
         f"{len(layers)} linear layers, and f(a) + f(b) - 2 f((a+b)/2) is {bend:.1e} of f(a) - f(b): the network is "
         "affine; after "
         f"{LONG} steps the loss is {plain:.4g}, with ReLUs between the layers {bent:.4g}",
-        severity="error" if bent < 0.5 * plain else "hint",
+        severity="error" if lower_by(0.5, bent, plain) else "hint",
     )
 
 
@@ -581,12 +582,27 @@ def written_behind(experiment: Experiment) -> Iterator[Finding]:
     with preserved(experiment.subject), writes:
         experiment.call.module(*experiment.call.args, **experiment.call.kwargs)
     if writes.found:
+        told = (
+            f"{', '.join(sorted(set(writes.found)))} wrote into a result that has a graph, through .data or detach(): "
+        )
+        harmless = _slopes_are_right(experiment)
         yield found(
             "data-inplace-wrong-grad",
             "forward",
-            f"{', '.join(sorted(set(writes.found)))} wrote into a result that has a graph, through .data or detach(): "
-            "autograd did not see it, so gradients belong to other values",
+            told
+            + "autograd did not see it, "
+            + ("and its gradients are right all the same" if harmless else "so gradients belong to other values"),
+            severity="hint" if harmless else "error",
         )
+
+
+def _slopes_are_right(experiment: Experiment) -> bool:
+    """Return whether autograd's gradients are the slopes of the loss; false where there is no telling."""
+    from dxdy_nb.diagnosis.slope import screen
+
+    with suppress(Exception):
+        return experiment.left() > 5 and screen(experiment, 0.0).verdict == "right"
+    return False
 
 
 def clones(experiment: Experiment) -> Iterator[Finding]:

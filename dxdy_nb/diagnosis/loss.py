@@ -15,9 +15,9 @@ from dxdy_nb.diagnosis.observation import Step, leading, output_of
 from dxdy_nb.diagnosis.probes import LONG, Experiment, set_lr
 from dxdy_nb.diagnosis.reading import KINDS, Calls, Reading, bounds, floor
 from dxdy_nb.diagnosis.report import Finding, found
-from dxdy_nb.diagnosis.sameness import equal, replaced
+from dxdy_nb.diagnosis.sameness import equal, replaced, same_tensor
 from dxdy_nb.errors import counted
-from dxdy_nb.nested import tensors_in
+from dxdy_nb.nested import mapped, tensors_in
 
 CLOSE = 1e-4
 LARGE, SEARCH = 1_000_000, 100  # elements of an output that is searched for a better one, and steps
@@ -33,6 +33,15 @@ def _with_target(experiment: Experiment, y: Tensor) -> float:
     assert step is not None and old is not None
     call = step.losses[-1]
     args, kwargs = replaced((call.args, call.kwargs), old, y)
+    with random_states(), torch.no_grad():
+        return float(call.module(*args, **kwargs))
+
+
+def _in_shape_of(experiment: Experiment, out: Tensor, y: Tensor) -> float:
+    """Return the first step's loss with the output in the target's shape."""
+    assert experiment.first is not None
+    call = experiment.first.losses[-1]
+    args, kwargs = mapped((call.args, call.kwargs), lambda t: t.reshape(y.shape) if same_tensor(t, out) else t)
     with random_states(), torch.no_grad():
         return float(call.module(*args, **kwargs))
 
@@ -56,6 +65,8 @@ def target_is_spread(experiment: Experiment) -> Iterator[Finding]:
             yield found("mse-broadcast", "the loss", told)
         return
     value = _with_target(experiment, y)
+    if y.numel() == out.numel() and abs(_in_shape_of(experiment, out, y) - value) <= 1e-5 * abs(value):
+        return  # as a distance of two sets has it, whatever their shapes
     shuffled = [_with_target(experiment, y[torch.arange(len(y)).roll(k)]) for k in (1, 3)]
     changed = _with_target(experiment, y + y.double().std().to(y) if y.is_floating_point() else y + 1)
     same = all(abs(v - value) <= 1e-5 * max(1.0, abs(value)) for v in shuffled)
@@ -339,7 +350,11 @@ def targets_out_of_range(experiment: Experiment) -> Iterator[Finding]:
     targets = [y for _, _, y in experiment.epoch if y is not None and y.numel()]
     if reading.kind == "bce_logits" and targets:
         low, high = min(float(y.min()) for y in targets), max(float(y.max()) for y in targets)
-        if low < 0 or high > 1:
+        own, g = reading.target, reading.gradient
+        beyond = (own < 0) | (own > 1) if own is not None else torch.zeros(1, dtype=torch.bool)
+        # What stands for a missing label is left out afterwards: no gradient comes from there.
+        masked = beyond.any() and g is not None and g.shape == beyond.shape and not g[beyond].any()
+        if (low < 0 or high > 1) and not masked:
             yield found(
                 "mask-0-255-bce",
                 "targets",
@@ -394,7 +409,8 @@ def class_weights(experiment: Experiment) -> Iterator[Finding]:
         return
     counts = torch.bincount(torch.cat(targets).clamp(min=0), minlength=len(weight))[: len(weight)].double()
     weight = weight.double()
-    rare, common = int(counts.argmin()), int(counts.argmax())
+    used = (counts > 0) & (weight > 0)  # a class with the weight 0 is left out on purpose
+    rare, common = int(counts.where(used, math.inf).argmin()), int(counts.argmax())
     if counts[common] > 3 * counts[rare] and weight[common] > 2 * weight[rare]:
         yield found(
             "class-weights-swapped",
@@ -524,18 +540,19 @@ def wrong_sign(experiment: Experiment) -> Iterator[Finding]:
         return
     shares = [b.share for step in experiment.seen.steps for b in step.backwards]
     down = -1.0 if shares and all(share < 0 for share in shares) else 1.0
+    down *= -1.0 if climbs(experiment) else 1.0
     reference, g = _reference(reading), down * reading.gradient
     if reference is None:
         losses = experiment.first.losses if experiment.first is not None else []
         alone = bool(losses) and len(_floats(losses[-1].args)) == 1  # no rewards or weights, that could be negative
         bounded = down * reading.value >= 0  # away from these classes, as -log(1 - p) is, and not without end
         if y is not None and alone and not bounded and not reading.kind.startswith("cross") and _names_classes(y, g):
-            climbs = float((g.gather(1, y[:, None]) > 0).float().mean())
-            if climbs > 0.9:
+            away = float((g.gather(1, y[:, None]) > 0).float().mean())
+            if away > 0.9:
                 yield found(
                     "wrong-sign",
                     "loss_fn",
-                    f"on {climbs:.0%} of the samples going down the loss lowers the score of the true class",
+                    f"on {away:.0%} of the samples going down the loss lowers the score of the true class",
                 )
         return
     a, b = (t.flatten() / t.abs().max().clamp_min(torch.finfo(t.dtype).tiny) for t in (g, reference))  # no underflow
@@ -547,6 +564,12 @@ def wrong_sign(experiment: Experiment) -> Iterator[Finding]:
             f"the loss's gradient at the output points against that of {reading.kind} (cosine {cosine:.3f}): each step "
             "takes the output away from the target",
         )
+
+
+def climbs(experiment: Experiment) -> bool:
+    """Return whether every group of the optimizers was told to maximise."""
+    groups = [group for optimizer in experiment.subject.all_optimizers for group in optimizer.param_groups]
+    return bool(groups) and all(group.get("maximize") for group in groups)
 
 
 def _names_classes(y: Tensor, g: Tensor) -> bool:

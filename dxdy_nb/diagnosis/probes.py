@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from dxdy_nb.autograd.copies import random_states
 from dxdy_nb.diagnosis.observation import Call, Observation, Step, leading, main_call, output_of, target_of
@@ -326,6 +327,13 @@ class Experiment:
         x, y = place(self.input, 0), place(self.target, len(found) - 1)
         return x, (-1 if x == y and len(found) == 1 else y)
 
+    @property
+    def coupled(self) -> bool:
+        """Whether rows of the input may depend on each other: by design, or as parts of the one sample at a time."""
+        loader = self.subject.loader
+        one = isinstance(loader, DataLoader) and (loader.batch_sampler is None or loader.batch_size == 1)
+        return self.subject.batch_coupled or one
+
     @cached_property
     def epoch(self) -> list[tuple[Any, Tensor | None, Tensor | None]]:
         """Every batch of an epoch with its input and target, as far as time and memory allow."""
@@ -436,6 +444,11 @@ def set_lr(factor: float) -> Callable[[Subject], None]:
                 group["lr"] = group["lr"] * factor
 
     return prepare
+
+
+def lower_by(share: float, other: float, usual: float) -> bool:
+    """Return whether a loss is lower than the usual one by a share of its size, of whichever sign it is."""
+    return other < usual * (1 - math.copysign(share, usual))
 
 
 def finite(values: Iterable[float]) -> list[float]:

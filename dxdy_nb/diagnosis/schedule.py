@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 from dxdy_nb.diagnosis.probes import FEW, Experiment, finite
 from dxdy_nb.diagnosis.report import Finding, found
 
-STEPWISE = (lr_scheduler.StepLR, lr_scheduler.MultiStepLR)  # made for epochs
+STEPWISE = (lr_scheduler.StepLR, lr_scheduler.MultiStepLR, lr_scheduler.ExponentialLR)  # made for epochs
 
 
 def lr_is_no_number(experiment: Experiment) -> Iterator[Finding]:
@@ -49,8 +49,8 @@ def schedule_pace(experiment: Experiment) -> Iterator[Finding]:
     if len(lrs) < FEW or steps < len(lrs) - 1:
         return
     peak = max(finite(lrs), default=0.0)
-    if isinstance(scheduler, STEPWISE) and min(lrs) < 1e-3 * peak and experiment.seen.epochs <= 3:
-        low = next(place for place, lr in enumerate(lrs) if lr < 1e-3 * peak)
+    low = next((place for place, lr in enumerate(lrs) if place > lrs.index(peak) and lr < 1e-3 * peak), 0)
+    if isinstance(scheduler, STEPWISE) and low and experiment.seen.epochs <= 3:
         yield found(
             "scheduler-per-batch",
             type(scheduler).__name__,

@@ -14,8 +14,9 @@ from torch import nn
 
 from dxdy_nb.diagnosis import clipping, schedule
 from dxdy_nb.diagnosis.backward import SQUARED
+from dxdy_nb.diagnosis.loss import climbs
 from dxdy_nb.diagnosis.observation import Update
-from dxdy_nb.diagnosis.probes import FEW, LONG, SHORT, Experiment, OutOfTime, finite, set_lr
+from dxdy_nb.diagnosis.probes import FEW, LONG, SHORT, Experiment, OutOfTime, finite, lower_by, set_lr
 from dxdy_nb.diagnosis.reading import Calls
 from dxdy_nb.diagnosis.report import Finding, Trial, found, listed
 from dxdy_nb.diagnosis.sameness import same_tensor
@@ -40,9 +41,9 @@ def no_update(experiment: Experiment) -> Iterator[Finding]:
         return
     if "skip" in seen.events or any(step.lost for step in seen.steps):  # a loop may leave out what it cannot use
         return
-    manual = not subject.all_optimizers or "zero_grad" not in seen.events
+    manual = not subject.all_optimizers and not seen.final.get("cleared by an optimizer")
     yield found(
-        "manual-update-rebinds" if manual and not subject.all_optimizers else "step-missing",
+        "manual-update-rebinds" if manual else "step-missing",
         "the training step",
         f"{len(backwards)} backwards with gradients, no optimizer step, and no parameter moved",
     )
@@ -99,7 +100,8 @@ def weights_stay(experiment: Experiment) -> Iterator[Finding]:
     stuck: dict[bool, list[str]] = {True: [], False: []}
     share = 0.0
     for name, p in experiment.subject.parameters.items():
-        rows = [(u.parameters[name], _lr_of(u, p)) for u in updates if name in u.parameters]
+        # Behind a closure the gradient that was used is not the one before the step.
+        rows = [(u.parameters[name], _lr_of(u, p)) for u in updates if name in u.parameters and not u.closure]
         rows = [(s, lr) for s, lr in rows if 0 < s.norm < SQUARED and not s.nonfinite and lr > 0]
         if len(rows) < FEW:
             continue
@@ -157,7 +159,9 @@ def weights_changed_outside(experiment: Experiment) -> Iterator[Finding]:
     often = len(changed) > len(updates) / 2
     place, update = changed[0]
     size = max(update.outside.values())
-    lost = not often and update.undone
+    before = updates[place - 1]
+    anew = before.optimizer is not update.optimizer or update.state_steps <= before.state_steps  # another run begins
+    lost = not often and update.undone and not anew
     yield found(
         "weights-changed-every-step" if often else "weights-changed-outside",
         listed(update.outside),
@@ -304,7 +308,7 @@ def _better_with(
         cause,
         type(experiment.subject.all_optimizers[0]).__name__,
         f"{words.format(asked[name])}; loss after {LONG} steps {ends[0]:.4g}, without that {ends[1]:.4g}",
-        severity="error" if ends[1] < 0.8 * ends[0] else "hint",
+        severity="error" if lower_by(0.2, ends[1], ends[0]) else "hint",
     )
 
 
@@ -366,15 +370,20 @@ def wrong_way(experiment: Experiment) -> Iterator[Finding]:
     updates = experiment.seen.updates
     slopes = [sum(s.slope for s in u.parameters.values()) for u in updates]
     backwards = [b for step in experiment.seen.steps for b in step.backwards]
+    reading = experiment.reading
+    known = reading is not None and reading.kind not in ("", "soft_cross_entropy")
+    told = climbs(experiment)
+    if known and reading is not None and reading.value < 0:
+        return  # none of the known losses is below zero: it is minus one of them, and should rise
     if len(slopes) >= FEW and all(slope > 0 for slope in slopes) and _rises(experiment):
         yield found(
             "gradient-ascent",
             type(updates[0].optimizer).__name__,
             f"update · gradient is positive in all {len(slopes)} updates (first {slopes[0]:.3g}), and the loss of a "
             "fixed batch rises",
+            severity="hint" if told and not known else "error",
         )
     elif len(backwards) >= FEW and all(-1.001 < b.share < -0.999 for b in backwards) and _rises(experiment):
-        known = experiment.reading is not None and experiment.reading.kind not in ("", "soft_cross_entropy")
         yield found(
             "wrong-sign",
             "the training step",
@@ -400,6 +409,8 @@ def step_size(experiment: Experiment) -> Iterator[Finding]:
     if not lrs or max(lrs) == 0:
         return
     lr = max(lrs)
+    if not any(s.norm > 0 for row in rows for s in row):
+        return  # no rate moves what has no gradient
     if moves and max(moves) < 1e-7:
         if "scale" in experiment.seen.events:
             return  # a loss that needs scaling is small itself
@@ -409,7 +420,11 @@ def step_size(experiment: Experiment) -> Iterator[Finding]:
     rises = sum(b > a or not math.isfinite(b) for a, b in itertools.pairwise(losses))
     start, end = (losses[0], losses[-1]) if losses else (math.nan, math.nan)
     peak = max(map(abs, finite(losses)), default=math.inf)  # a net that has died of a step is quiet again
-    diverges = len(finite(losses)) < SHORT or peak > RUNAWAY * abs(start)
+    out = experiment.output
+    other = experiment.loss_of(out.roll(1, 0)) if out is not None and out.dim() else None
+    # From almost nothing any step leads far up; it runs away where answers to other samples' inputs were better.
+    level = max(abs(start), abs(float(other)) if other is not None else 0.0)
+    diverges = len(finite(losses)) < SHORT or peak > RUNAWAY * level
     if not math.isfinite(start) or not (diverges or (rises >= SHORT - 3 and peak >= 10 * abs(start))):
         return
     best, lowest = 0.0, min(start, end if end == end else start)
@@ -470,7 +485,8 @@ def accumulation(experiment: Experiment) -> Iterator[Finding]:
     """Micro-batches add up to something else than the mean over the window."""
     seen, k = experiment.seen, experiment.subject.accumulation_steps
     events = [e for e in seen.events if e in ("backward", "step", "zero_grad", "epoch")]
-    dropped = sum(event == "dropped" for event in seen.events)
+    made = [event for event in seen.events if event in ("backward", "epoch", "dropped")]
+    dropped = sum(pair == ("backward", "dropped") for pair in itertools.pairwise(made))  # an epoch's tail may be
     if k > 1 and dropped >= FEW:
         yield found(
             "accumulation-cleared",

@@ -314,7 +314,7 @@ class Witness:
         self._dirty |= {n for n, v in before.items() if self._at_update.get(n) == v and _any(parameters[n].grad)}
         if not self.driven and (loss := self._written.behind(root)) is not None:
             self._note_loss(loss)
-        strangers = _strangers(root, self.subject)
+        strangers = _strangers(self._outputs() or [root], self.subject)
         self._plain = {n for n in self._plain if n in parameters and _any(parameters[n].grad)}
         scaled = next((e for e in reversed(self.step.events) if e in ("scale", "unscale")), "") == "scale"
         if not self._in_step or "backward" not in self.step.events:  # a closure asks as often as it likes
@@ -347,6 +347,11 @@ class Witness:
         name = "" if root.grad_fn is None else type(root.grad_fn).__name__
         multiple = bool(self.step.losses) and is_multiple(root, self.step.losses[-1].output)
         self.step.backwards.append(Backward(value, name, repeated, reached, share, multiple, strangers))
+
+    def _outputs(self) -> list[Tensor]:
+        """Return what the model has answered: another network that judges it, as a loss does, is no part of it."""
+        parts = set(self.subject.model.modules())
+        return [t for c in self.step.calls if c.module in parts for t in tensors_in(c.output) if t.grad_fn is not None]
 
     def _lose(self, root: Tensor) -> None:
         """Note what can be told of a loss that is not finite."""
@@ -401,7 +406,8 @@ class Witness:
         back, far = (_distance(outside, w, self.initial) for w in (parameters, kept))
         other = _distance(outside, parameters, kept) > _distance(outside, kept, {})  # weights made anew
         undone = bool(outside) and (back < BACK * far or other)
-        update = Update(optimizer, lrs, seen, outside, undone, dirty, cleared, self.subject.model.training)
+        training = all(m.training for m in self._models or [self.subject.model] if _holds(m, owned))
+        update = Update(optimizer, lrs, seen, outside, undone, dirty, cleared, training)
         update.closure = closure
         self._in_step = True
         update.scaled = self._scaling and not self._unscaled and not self._in_scaler
@@ -468,6 +474,7 @@ class Witness:
         """Note which gradients are cleared that no update has used."""
         yield
         self.step.events.append("zero_grad")
+        self.seen.final["cleared by an optimizer"] = isinstance(owner, torch.optim.Optimizer)
         self._roots.clear()
         parameters = self.subject.parameters
         lost = {n for n in self._reached if n in parameters and not _any(parameters[n].grad)}
@@ -479,7 +486,9 @@ class Witness:
     def schedule(self, scheduler: Any) -> None:
         """Note a scheduler's step."""
         self.step.events.append("scheduler")
-        if not self.driven and self.subject.scheduler is None:
+        trains = {id(group) for o in self.subject.optimizers for group in o.param_groups}
+        known = getattr(getattr(self.subject.scheduler, "optimizer", None), "param_groups", ())
+        if not self.driven and trains.isdisjoint(map(id, known)):
             self.subject = replace(self.subject, scheduler=scheduler)
 
     def load(self, module: nn.Module, state: Any) -> None:
@@ -562,6 +571,10 @@ class _Careful:
             around.__exit__(None, None, None)
 
 
+def _holds(module: nn.Module, owned: set[int]) -> bool:
+    return any(id(p) in owned for p in module.parameters())
+
+
 def _memory(t: Tensor) -> int:
     return t.data_ptr() if is_plain(t) else id(t)
 
@@ -590,10 +603,10 @@ def _any(gradient: Tensor | None) -> bool:
     return gradient is not None and bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
 
 
-def _strangers(root: Tensor, subject: Subject) -> tuple[tuple[int, ...], ...]:
+def _strangers(roots: list[Tensor], subject: Subject) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the leaves of a graph that nobody trains: neither registered parameters nor owned."""
     known = {id(p) for p in subject.parameters.values()} | subject.owned
-    found, seen, todo = [], set(), [root.grad_fn]
+    found, seen, todo = [], set(), [root.grad_fn for root in roots]
     while todo:
         node = todo.pop()
         if node is None or node in seen:
