@@ -26,6 +26,7 @@ EPOCH_BYTES = 256 * 2**20  # of an epoch that are kept for reading
 FEWEST, MOST = 4, 24  # steps that are watched
 EPOCHS = 3
 SHORT, LONG = 8, 40  # steps of a counterfactual
+RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # in an optimizer's groups; all but the first are a schedule's
 FEW = 3  # updates in a row that make a habit of what could happen once
 
 
@@ -436,12 +437,14 @@ def _modes(model: nn.Module) -> dict[str, bool]:
 
 
 def set_lr(factor: float) -> Callable[[Subject], None]:
-    """Return what multiplies the learning rate of every group."""
+    """Return what multiplies the learning rate of every group, and what a schedule makes the next ones from."""
 
     def prepare(subject: Subject) -> None:
         for optimizer in subject.all_optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["lr"] * factor
+                group.update({name: group[name] * factor for name in RATES if name in group})
+        if hasattr(subject.scheduler, "base_lrs"):
+            subject.scheduler.base_lrs = [lr * factor for lr in subject.scheduler.base_lrs]
 
     return prepare
 

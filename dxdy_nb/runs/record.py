@@ -30,6 +30,8 @@ from dxdy_nb.runs.folder import new_folder as new_folder
 if TYPE_CHECKING:
     import pandas as pd
 
+    from dxdy_nb.diagnosis.report import Report
+
 STATUSES = (
     *("running", "completed", "diverged", "failed"),
     *("out_of_memory", "timed_out", "interrupted", "killed"),
@@ -116,6 +118,22 @@ class Run:
         import pandas as pd
 
         return pd.DataFrame(self.validation_rows, columns=["step", "loss", "accuracy"]).set_index("step")
+
+    def diagnose(self, time_limit: float = 40.0) -> "Report":
+        """Return what is wrong with the run: its steps are taken again, from its configuration, and judged.
+
+        On one process, and as many steps as half of ``time_limit`` (seconds) allows; the run's folder is left alone.
+        Random states are left as they are.
+
+        Examples
+        --------
+        >>> run.diagnose()  # doctest: +SKIP
+        data → forward → loss → backward → update → comm → reproduce
+        no error found
+        """
+        from dxdy_nb.diagnosis.rerun import judge_run
+
+        return judge_run(self, time_limit)
 
     def plot(self) -> Any:
         """Return a figure of the run's record."""
