@@ -662,3 +662,8 @@ def test_the_table_has_a_row_for_each_tensor():
     assert list(check.table.index) == ["input 0", "input 1"]
     assert list(check.table.columns) == ["verdict", "error", "step", "analytic", "numeric", "left", "right", "detects"]
     assert repr(check).startswith("right: autograd and finite differences agree; a fault of ")
+
+
+def test_a_loss_that_is_no_function_is_refused():
+    with pytest.raises(DxdyError, match="loss_fn: expected a function"):
+        check_gradients(model=nn.Linear(1, 1), loss_fn="mse", batch=(torch.ones(1, 1), torch.ones(1, 1)))

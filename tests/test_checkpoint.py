@@ -518,3 +518,12 @@ def test_other_code_is_told(monkeypatch, stopped):
         RuntimeWarning, match=f"made with threads {threads}, now 3. The run may go on with other numbers"
     ):
         assert dx.train(BASE, out=folder, resume=True).status == "completed"
+
+
+def test_a_run_cannot_go_on_to_an_end_that_lies_behind_it(tmp_path):
+    run = dx.train(dx.RunConfig(max_steps=4), out=tmp_path / "run")
+    before = (run.folder / "result.json").read_bytes()
+    with pytest.raises(dx.DxdyError, match="the last checkpoint is of step 4, and this configuration ends at step 2"):
+        dx.train(dx.RunConfig(max_steps=2), out=run.folder, resume=True, allow_changes=True)
+    assert (run.folder / "result.json").read_bytes() == before  # nothing recorded is lost
+    assert dx.Run.load(run.folder).config.max_steps == 4

@@ -2,8 +2,10 @@
 
 import functools
 import json
+import os
 import sys
 import time
+from pathlib import Path
 
 import pandas as pd
 import psutil
@@ -20,6 +22,7 @@ from dxdy_nb.diagnosis import ranks
 from dxdy_nb.diagnosis.comm import RULES, doing, repeated
 from dxdy_nb.ranks.digest import checksum, checksums, sketch
 from dxdy_nb.ranks.log import logged, read
+from dxdy_nb.ranks.scribe import Scribe
 from dxdy_nb.ranks.verify import Ranks
 
 QUICK = {"module", "raises"}
@@ -345,3 +348,49 @@ def test_two_ranks_train_as_one_process_does_on_both_their_batches(tmp_path, cap
     assert torch.equal(torch.cat([p.detach().flatten() for p in again.model.parameters()]), weights[1])
     accumulated = dx.train(config(accumulation_steps=2, batch_size=16), out=tmp_path / "runs" / "accumulated")
     assert accumulated.steps["effective_batch"].tolist() == [64] * 6
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a device that is always full")
+def test_a_full_disk_ends_the_log_and_no_training():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    text = "No space left on device. The ranks go on"
+    with pytest.warns(RuntimeWarning, match=text) as said, logged(Path("/dev/full"), 0):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert len(said) == 1
+
+
+def test_a_log_that_was_cut_off_is_not_written_on(tmp_path):
+    class Full:
+        """A file on a disk that is full for a moment: half a line goes in, later ones would."""
+
+        name, lines = "rank0.jsonl", 0
+
+        def __init__(self, file):
+            self.file = file
+
+        def write(self, line):
+            self.lines += 1
+            return self.file.write(line[: len(line) // 2] if self.lines == 2 else line)
+
+    with (tmp_path / "rank0.jsonl").open("ab", buffering=0) as file:
+        scribe = Scribe(Full(file), 0, 1)
+        with pytest.warns(RuntimeWarning, match="No space left"):
+            scribe.write("first", more="text")
+        scribe.write("second")
+    assert [event["event"] for event in read(tmp_path / "rank0.jsonl")] == ["begin"]
+
+
+@pytest.mark.parametrize("text", ['{"event": "a", "at{"event": "b"}\n', "\udcff{}\n"])
+def test_a_damaged_log_is_an_error_in_words(tmp_path, text):
+    (tmp_path / "rank0.jsonl").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(dx.DxdyError, match=r"rank0\.jsonl: is no log of a rank"):
+        read(tmp_path / "rank0.jsonl")
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_ranks_start(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("raise SystemExit('ran')")
+    options = ["--nproc-per-node", "2", "--json", str(tmp_path), str(tmp_path / "train.py")]
+    assert main(["watch", *options]) == 2
+    assert "cannot be written" in capsys.readouterr().err

@@ -553,3 +553,25 @@ def test_events_for_tensorboard_go_where_they_are_asked_for(runs, tmp_path, monk
     assert cli.main(["runs", "--in", str(runs), "export", "again", "--tensorboard", str(tmp_path / "events")]) == 0
     assert asked == [(5, tmp_path / "events")]
     assert "tensorboard --logdir" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [["--where", "lr=0.1"], ["--sort", "lr"]])
+def test_no_runs_have_no_column_that_could_be_missing(tmp_path, capsys, option):
+    assert cli.main(["runs", "--in", str(tmp_path), *option]) == 0
+    assert capsys.readouterr().out.startswith("id")
+
+
+def test_runs_are_found_by_a_field_that_is_null(tmp_path, capsys):
+    for name, norm in {"a": 1.0, "b": None}.items():
+        dx.train(dx.RunConfig(max_steps=1, max_grad_norm=norm), out=tmp_path / name)
+    assert cli.main(["runs", "--in", str(tmp_path), "--json", "--where", "max_grad_norm=null"]) == 0
+    assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ["b"]
+
+
+@pytest.mark.parametrize("script", [{"name": 1, "arguments": 5}, {"name": "x", "arguments": [1, None]}])
+def test_an_odd_script_in_a_result_breaks_no_list(tmp_path, script):
+    run = dx.train(dx.RunConfig(max_steps=1), out=tmp_path / "a")
+    shutil.copytree(run.folder, tmp_path / "b")
+    result = json.loads((run.folder / "result.json").read_text()) | {"kind": "script", "script": script}
+    (tmp_path / "b" / "result.json").write_text(json.dumps(result))
+    assert [one.row()["id"] for one in entries.entries(tmp_path)] == ["a", "b"]

@@ -402,3 +402,15 @@ def test_a_file_that_was_edited_after_the_run_is_noticed(here):
     (here / "config.yaml").write_text((here / "config.yaml").read_text().replace("lr: 0.05", "lr: 0.06"))
     with says("^config.yaml: was edited after it was recorded"):
         dx.RunConfig.load("config.yaml")
+
+
+def test_a_file_where_a_folder_should_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    for save, name in ((dx.RunConfig().save, "c.yaml"), (picture().save, "g.svg")):
+        for place in ("file", "missing"):
+            with pytest.raises(dx.DxdyError, match="cannot be written"):
+                save(tmp_path / place / name)
+
+
+def picture():
+    return dx.graph((torch.ones(1, requires_grad=True) * 2).sum()).draw()

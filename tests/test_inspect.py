@@ -401,3 +401,9 @@ def test_a_counter_that_goes_back_is_a_resume_and_steps_made_twice_are_compared(
 def test_tables_of_many_kinds_are_read(here, text, column, rows):
     (here / "t.csv").write_text(text)
     assert inspect(here / "t.csv").saw["column"] == f"{column}: {rows} losses, 0 not finite"
+
+
+@pytest.mark.parametrize("count", [20, 60])
+def test_a_loss_that_rises_from_its_first_row_on(tmp_path, count):
+    (tmp_path / "loss.csv").write_text("step,loss\n" + "".join(f"{i},{i}\n" for i in range(1, count + 1)))
+    assert [finding.cause for finding in inspect(tmp_path / "loss.csv").findings] == ["loss-rises"]

@@ -1,5 +1,7 @@
 """What holds memory in a step, against bytes counted by hand."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +104,27 @@ def test_bytes_as_people_read_them():
         "1.5 MiB",
         "2.0 GiB",
     ]
+
+
+def test_blocks_keep_a_forward_of_their_own_and_may_be_shared():
+    class Net(nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    called = []
+    own = Net(nn.Linear(2, 2) for _ in range(2))
+    for layer in own.layers:
+        layer.forward = types.MethodType(lambda self, x: called.append(1) or x, layer)
+    for net in (own, Net([nn.Linear(2, 2)] * 3)):
+        before = net(torch.ones(1, 2))
+        with checkpointed(net):
+            assert torch.equal(net(torch.ones(1, 2)), before)
+        assert torch.equal(net(torch.ones(1, 2)), before)
+    assert len(called) == 6
+    assert "forward" not in vars(net.layers[0])

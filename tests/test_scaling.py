@@ -3,6 +3,7 @@
 import pytest
 
 import dxdy_nb as dx
+from dxdy_nb.ranks import scaling
 from dxdy_nb.ranks.scaling import explain_scaling
 from dxdy_nb.ranks.verify import Ranks
 
@@ -111,3 +112,10 @@ def test_a_run_on_two_ranks_is_explained(tmp_path):
     assert scaling.table["waiting"].min() < scaling.table["step"].min()
     one = dx.train(config.override({"world_size": 1, "batch_size": 64}), out=tmp_path / "one")
     assert "the run on one device" in str(explain_scaling(run, one))
+
+
+def test_a_call_of_some_ranks_is_not_taken_for_one_of_all():
+    def call(begin, end, world):
+        return [{"event": "collective", "at": begin, "world": world}, {"event": "collected", "at": end}]
+
+    assert scaling._calls([*call(0.0, 1.0, False), *call(5.0, 7.0, True)]) == [2.0]

@@ -198,3 +198,39 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("SLURM_LOCALID", "3")
     assert session_module.pick_device("auto", 3) == torch.device("cuda", 0)
+
+
+TWICE = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+import dxdy_nb as dx
+
+rank, late = int(os.environ["RANK"]), int(sys.argv[1])
+for number in range(2):
+    with dx.session(device="cpu", timeout=15) as s:
+        assert s.mean(rank + number, 1) == 0.5 + number
+        time.sleep(0.5 * (rank == late))
+dist.init_process_group("gloo")  # the caller's own, from the same variables
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2
+"""
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_second_session_does_not_meet_the_first(tmp_path, late):
+    (tmp_path / "twice.py").write_text(TWICE)
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(tmp_path / "twice.py"), str(late)]
+    running = [subprocess.Popen(command, env=os.environ | place | {"RANK": str(rank)}) for rank in range(2)]
+    assert [process.wait(timeout=120) for process in running] == [0, 0]
+
+
+@pytest.mark.slow
+def test_a_second_session_under_torchrun(tmp_path):
+    (tmp_path / "twice.py").write_text(TWICE.partition("dist.init")[0])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run([*command, str(tmp_path / "twice.py"), "1"], check=True, timeout=120, capture_output=True)
