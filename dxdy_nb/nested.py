@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,13 @@ def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(item, function) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(mapped(item, function) for item in value)
+        parts = [mapped(item, function) for item in value]
+        if type(value) not in (tuple, list) and all(map(operator.is_, parts, value)):
+            return value
+        try:
+            return type(value)(parts)
+        except TypeError:  # a class of somebody's own, made of other things
+            return parts
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
         for part in dataclasses.fields(value):
@@ -35,14 +42,12 @@ def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors of a nested structure, in order."""
-    found: list[Tensor] = []
-
-    def note(t: Tensor) -> Tensor:
-        found.append(t)
-        return t
-
-    mapped(value, note)
-    return found
+    if torch.is_tensor(value):
+        return [value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, dict)):  # some outputs are both
+        value = [getattr(value, part.name) for part in dataclasses.fields(value)]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [t for part in parts for t in tensors_in(part)]
 
 
 def detached(value: Any) -> Any:

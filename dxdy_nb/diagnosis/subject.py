@@ -59,7 +59,8 @@ class Subject:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of the model and of the loss that hold numbers, by name; as they are now."""
-        found = {n: p for n, p in self.model.named_parameters() if not (is_lazy(p) or p.is_meta)}
+        named = ((n, p) for n, p in self.model.named_parameters() if isinstance(p, nn.Parameter))
+        found = {n: p for n, p in named if not (is_lazy(p) or p.is_meta)}
         if isinstance(self.loss_fn, nn.Module):
             known = {id(p) for p in found.values()}
             found |= {f"loss_fn.{n}": p for n, p in self.loss_fn.named_parameters() if id(p) not in known}

@@ -20,9 +20,10 @@ from dxdy_nb.diagnosis.sameness import batch_key, equal, is_plain
 from dxdy_nb.diagnosis.sequel import Sequel, owned_by
 from dxdy_nb.diagnosis.subject import Subject
 from dxdy_nb.diagnosis.written import WrittenLoss, given_to_raise, is_multiple
+from dxdy_nb.errors import DxdyError
 from dxdy_nb.nested import detached, tensors_in
 from dxdy_nb.observe.batches import Fetches, likeness
-from dxdy_nb.observe.hooks import listening
+from dxdy_nb.observe.hooks import Careful, listening
 from dxdy_nb.observe.row import is_loss
 
 BACK = 0.08  # of the way from the first weights that is left after somebody wrote: learning was undone
@@ -38,6 +39,9 @@ KEPT = 2  # steps whose tensors are kept in any case; of later ones
 
 
 HELD = 64 * 2**20  # as long as these take so many bytes
+
+
+CALLS = 8  # of a step under way that are kept whole in any case: without a loader, forwards alone never end one
 
 
 # The innermost of torch.func's transforms that runs: its tensors hold no numbers outside it.
@@ -72,6 +76,7 @@ class Witness:
         self._models: list[nn.Module] = []
         self._rng: Tensor | None = None
         self._held, self._may_hold = 0, held
+        self._open = 0  # bytes of the calls of the step under way
         self._loader = 0  # number of the one that the last batch came from, from 1 on; ENDED behind an epoch
         self._trained_on: set[int] = set()
         self._evaluated_on: set[int] = set()
@@ -108,12 +113,16 @@ class Witness:
         try:
             yield
         except Exception as error:
-            if not self._lost:
-                self.seen.notes.append(f"nothing was heard from step {self.step.index} on: {error!r}")
-            self._lost = True
-            self._written.forget()
-            self.seen.steps = [step for step in self.seen.steps if step is not self.step]
-            self.step = Step(-1, 0, None)
+            self.lose(error)
+
+    def lose(self, error: Exception) -> None:
+        """Hear no more."""
+        if not self._lost:
+            self.seen.notes.append(f"nothing was heard from step {max(self.step.index, 0)} on: {error!r}")
+        self._lost = True
+        self._written.forget()
+        self.seen.steps = [step for step in self.seen.steps if step is not self.step]
+        self.step = Step(-1, 0, None)
 
     def begin(self, index: int, epoch: int, batch: Any) -> None:
         """Begin a step on a batch."""
@@ -122,7 +131,7 @@ class Witness:
         self.step = Step(index, epoch, batch)
         self.step.key = batch_key(batch)
         self.seen.steps.append(self.step)
-        self._loss_values = []
+        self._loss_values, self._open = [], 0
 
     def end(self, value: Any = None) -> None:
         """End the step; ``value`` is what the training step returned."""
@@ -133,14 +142,13 @@ class Witness:
         if step.batch is None and not self.driven:
             step.batch = _given(step)
             step.key = batch_key(step.batch)
-        called = [(call.args, call.kwargs, call.output) for call in (*step.calls, *step.losses)]
-        self._held += sum(t.numel() * t.element_size() for t in tensors_in((step.batch, called)))
+        self._held += _bytes(step.batch) + sum(map(_size, (*step.calls, *step.losses)))
         kept = KEPT if self._may_hold else 0
         drop = step.index >= kept and step.error is None and self._held > self._may_hold
         for call in (*step.calls, *step.losses):
             if drop:
                 call.args, call.kwargs, call.output = (), {}, None
-            call.args, call.kwargs, call.output = map(detached, (call.args, call.kwargs, call.output))
+            _cut(call)
         if drop:
             step.batch = None
         step.graphs = sum(marker() is not None for marker in self._markers[:-2])
@@ -243,7 +251,7 @@ class Witness:
         if self._is_loss(module):
             self._note_loss(call)
         else:
-            self.step.calls.append(call)
+            self._note(self.step.calls, call)
             if not self.driven and call.grad:
                 self._written.listen()
 
@@ -257,6 +265,9 @@ class Witness:
             return
         if self._is_loss(module) or not any(True for _ in module.parameters()):
             return
+        if any(hasattr(p, "to_local") for p in module.parameters()):
+            # To look at them processes would have to wait for each other, and perhaps this one alone is watched.
+            raise DxdyError("its parameters are spread over processes")
         before, parts = self.subject.parameters, set(module.modules())
         self._models = [m for m in self._models if m not in parts] + [module]
         names = [type(m).__name__ for m in self._models]
@@ -298,8 +309,20 @@ class Witness:
 
     def _note_loss(self, call: Call) -> None:
         self.step.events.append("loss")
-        self.step.losses.append(call)
+        self._note(self.step.losses, call)
         self._loss_values.append(_number(call.output))
+
+    def _note(self, calls: list[Call], call: Call) -> None:
+        """Add a call to the step; of many the last keep their graphs, and as many as may be held their tensors."""
+        if self.driven:
+            calls.append(call)
+        elif self.step.index >= 0:  # else nothing has trained so far
+            calls.append(call)
+            self._open += _size(call)
+            if len(calls) > CALLS:
+                _cut(calls[-CALLS - 1])
+                while self._open > self._may_hold and len(calls) > CALLS:
+                    self._open -= _size(calls.pop(0))
 
     @contextmanager
     def backward(self, tensors: Any) -> Iterator[None]:
@@ -358,7 +381,7 @@ class Witness:
         if any(step.lost for step in self.seen.steps):
             return
         out = output_of(self.step)
-        spoilt = [n for n, p in self.subject.parameters.items() if not bool(torch.isfinite(p.detach()).all())]
+        spoilt = [n for n, p in self.subject.parameters.items() if not _finite(_real(p).float())]
         nodes = graph_nodes(root, None if out is None else out.grad_fn)
         self.step.lost = Lost(_number(root), breaking(nodes), tuple(spoilt))
 
@@ -445,20 +468,20 @@ class Witness:
             yield
         finally:
             self._in_scaler = False
-        if scaler.is_enabled():
+        if scaler.is_enabled() and not self.deaf:
             if len(self.step.updates) == before:
                 self.step.events.append("skip")
             self._unscaled = False
 
     def scale(self, scaler: torch.amp.GradScaler) -> None:
         """Note that a loss is scaled."""
-        if scaler.is_enabled():
+        if scaler.is_enabled() and not self.deaf:
             self._scaling = True
             self.step.events.append("scale")
 
     def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
         """Note that gradients lose their scale."""
-        if scaler.is_enabled():
+        if scaler.is_enabled() and not self.deaf:
             self._unscaled = True
             self.step.events.append("unscale")
             held = owned_by(optimizer)
@@ -466,6 +489,8 @@ class Witness:
 
     def clip(self, norm: Tensor, bound: float) -> None:
         """Note the norm before clipping and its bound."""
+        if self.deaf:
+            return
         self.step.events.append("clip")
         self.step.clips.append((_number(norm), _number(bound), self._scaling and not self._unscaled))
 
@@ -473,8 +498,10 @@ class Witness:
     def zero_grad(self, owner: Any) -> Iterator[None]:
         """Note which gradients are cleared that no update has used."""
         yield
-        self.step.events.append("zero_grad")
         self.seen.final["cleared by an optimizer"] = isinstance(owner, torch.optim.Optimizer)
+        if self.deaf:
+            return
+        self.step.events.append("zero_grad")
         self._roots.clear()
         parameters = self.subject.parameters
         lost = {n for n in self._reached if n in parameters and not _any(parameters[n].grad)}
@@ -485,7 +512,7 @@ class Witness:
 
     def schedule(self, scheduler: Any) -> None:
         """Note a scheduler's step."""
-        self.step.events.append("scheduler")
+        self.step.events += [] if self.deaf else ["scheduler"]
         trains = {id(group) for o in self.subject.optimizers for group in o.param_groups}
         known = getattr(getattr(self.subject.scheduler, "optimizer", None), "param_groups", ())
         if not self.driven and trains.isdisjoint(map(id, known)):
@@ -529,7 +556,7 @@ def witnessing(witness: Witness) -> Iterator[Witness]:
     """Let a witness hear anybody's loop."""
     error: BaseException | None = None
     try:
-        with listening(_Careful(witness)):
+        with listening(Careful(witness, witness.lose)):
             yield witness
     except BaseException as raised:
         error = raised
@@ -539,36 +566,17 @@ def witnessing(witness: Witness) -> Iterator[Witness]:
             witness.finish(error)
 
 
-class _Careful:
-    """Tells a witness what a receiver is told, and keeps its errors away from the loop."""
+def _bytes(structure: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_in(structure))
 
-    given: frozenset[int] = frozenset()
 
-    def __init__(self, witness: Witness) -> None:
-        self._witness = witness
-        self.iterate, self.forked = witness.iterate, witness.forked
+def _size(call: Call) -> int:
+    return _bytes((call.args, call.kwargs, call.output))
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def tell(*told: Any, **named: Any) -> Any:
-            with self._witness.careful():
-                around = getattr(self._witness, name)(*told, **named)
-                return around and self._around(around)
 
-        return tell
-
-    @contextmanager
-    def _around(self, around: Any) -> Iterator[None]:
-        careful = self._witness.careful
-        with careful():
-            around.__enter__()
-        try:
-            yield
-        except BaseException as error:
-            with careful():
-                around.__exit__(type(error), error, error.__traceback__)
-            raise
-        with careful():
-            around.__exit__(None, None, None)
+def _cut(call: Call) -> None:
+    """Let go of the graph behind what a call was given and what came out."""
+    call.args, call.kwargs, call.output = map(detached, (call.args, call.kwargs, call.output))
 
 
 def _holds(module: nn.Module, owned: set[int]) -> bool:
@@ -638,14 +646,19 @@ def _real(t: Tensor) -> Tensor:
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
+def _finite(t: Tensor) -> bool:
+    return bool(torch.isfinite(t).all())
+
+
 def _movement(seen: Seen, before: Tensor, after: Tensor, grad: Tensor | None) -> None:
     before, after = _real(before), _real(after)
     changed = before != after
     seen.moved = bool(changed.any())
-    change = (after.float() - before.float()).flatten()
+    was, now = before.float(), after.float()
+    change = (now - was).flatten()
     seen.update = float(change.norm())
-    seen.weight = float(before.float().norm())
-    seen.spoilt = bool(torch.isfinite(before).all()) and not bool(torch.isfinite(after).all())
+    seen.weight = float(was.norm())
+    seen.spoilt = _finite(was) and not _finite(now)
     if grad is not None and not seen.nonfinite:
         dense = _real(grad).float()
         if dense.shape == before.shape:

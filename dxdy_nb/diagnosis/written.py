@@ -16,6 +16,8 @@ from dxdy_nb.diagnosis.observation import Call
 from dxdy_nb.nested import tensors_in
 
 HERE, TORCH = (str(Path(file).parents[up]) for file, up in ((__file__, 1), (torch.__file__, 0)))
+SHORT = 100  # items: to look through a longer argument, as a vocabulary, at each call takes too long
+LAST = 8  # calls that are kept: a loop that never goes back makes ever more
 FAR = 8  # operations between a loss and what backward begins at: it is divided, scaled, negated
 MANY = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
@@ -63,6 +65,7 @@ class WrittenLoss:
             if call is not None and torch.is_tensor(value) and value.numel() == 1 and value.grad_fn is not None:
                 call.output = value
                 self._made += [call] * all(t is not value for t in tensors_in(call.args))  # else it was made before
+                del self._made[:-LAST]
 
 
 def given_to_raise(error: BaseException) -> list[Tensor]:
@@ -99,7 +102,8 @@ def _called(frame: types.FrameType) -> Call | None:
     names = code.co_varnames[: code.co_argcount]
     args = [values[name] for name in names]
     first = int(names[:1] == ("self",))
-    if code.co_flags & MANY or not any(t.grad_fn is not None and t.dim() for t in tensors_in(args[first:])):
+    short = [arg for arg in args[first:] if not (isinstance(arg, (list, tuple, dict)) and len(arg) > SHORT)]
+    if code.co_flags & MANY or not any(t.grad_fn is not None and t.dim() for t in tensors_in(short)):
         return None
     cells = tuple(types.CellType(values[name]) for name in code.co_freevars)
     last = max(place for place, arg in enumerate(args) if tensors_in(arg)) + 1

@@ -36,7 +36,7 @@ def likeness(loader: DataLoader[Any]) -> object:
     data = loader.dataset
     try:
         length = None if isinstance(data, IterableDataset) else len(data)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # with a sampler of its own a dataset needs no length
+    except Exception:  # with a sampler of its own a dataset needs no length
         length = None
     return type(data), length, loader.batch_size, type(loader.sampler)
 
@@ -67,8 +67,8 @@ class Fetches:
 
 def sample_ids(batch: Any) -> Tensor | None:
     """Return the ids of a batch's samples: its field ``ids``, if it is a named tuple with one; else nobody knows."""
-    ids = getattr(batch, "ids", None)
-    return ids.reshape(-1) if isinstance(batch, tuple) and torch.is_tensor(ids) else None  # of a single sample: 0-d
+    ids = getattr(batch, "ids", None) if isinstance(batch, tuple) else None  # another may know no AttributeError
+    return ids.reshape(-1) if torch.is_tensor(ids) else None  # of a single sample: 0-d
 
 
 def bad_samples(batch: Any) -> list[int]:
@@ -76,7 +76,7 @@ def bad_samples(batch: Any) -> list[int]:
     ids = sample_ids(batch)
     if ids is None:
         return []
-    bad = torch.zeros(len(ids), dtype=torch.bool)
+    bad = torch.zeros(len(ids), dtype=torch.bool, device="cpu")  # whatever the default is
     for part in batch:
         if torch.is_tensor(part) and part.is_floating_point() and part.dim() and len(part) == len(ids):
             bad |= ~torch.isfinite(part.cpu()).flatten(1).all(1) if part.dim() > 1 else ~torch.isfinite(part.cpu())

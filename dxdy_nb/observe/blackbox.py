@@ -34,6 +34,7 @@ from torch import Tensor
 from dxdy_nb.errors import DxdyError
 from dxdy_nb.observe import snapshot
 from dxdy_nb.observe.plain import plain, restored, tensors, with_tensors
+from dxdy_nb.observe.row import version
 from dxdy_nb.observe.snapshot import Models, Optimizers, Scalers
 
 SHARE = 0.005  # of the time since the start, for snapshots, and as much for copies of batches
@@ -73,7 +74,7 @@ class _Fetch:
 
     def hold(self, batch: Any) -> None:
         self.batch, self.tensors = batch, list(tensors(batch))
-        self.versions = [_version(t) for t in self.tensors]
+        self.versions = [version(t) for t in self.tensors]
         self.size = STATES + sum([t.nbytes for t in self.tensors])
 
     def lose(self, why: str) -> None:
@@ -81,7 +82,7 @@ class _Fetch:
         self.lost = why
 
     def changed(self) -> bool:
-        return self.versions != [_version(t) for t in self.tensors]
+        return self.versions != [version(t) for t in self.tensors]
 
 
 @dataclass
@@ -256,7 +257,7 @@ class BlackBox:
     def _versions_of_weights(self) -> int | None:
         """Return a number that an update of any weight changes; None where no optimizer is known."""
         weights = [p for o in self._objects[1].values() for group in o.param_groups for p in group["params"]]
-        return sum(map(_version, weights)) if weights else None
+        return sum(map(version, weights)) if weights else None
 
     def _drop_old_fetches(self, begin: _Step | None = None) -> None:
         """Keep the batches of a step (the last one) and some from before it, in case they were fetched ahead."""
@@ -655,10 +656,6 @@ def _write(folder: Path, record: Mapping[str, Any]) -> Path:
         with contextlib.suppress(OSError):
             temporary.unlink()
     return path
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _own(tensor: Tensor) -> Tensor:

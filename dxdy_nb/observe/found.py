@@ -98,7 +98,7 @@ class Found:
         known = self._parts.get(module)
         if known is not None:
             return known
-        if module in self._without:
+        if module in self._without and not (module._parameters or module._modules):  # else it may have got some
             return None
         inner = unwrapped(module)
         if self.given is not None:
@@ -123,6 +123,7 @@ class Found:
                 self.models.drop(name)
                 for part in [part for part, of in self._parts.items() if of == name]:
                     del self._parts[part]
+        self._seen = []  # its parameters are to be looked for
         return self.models.add(module)
 
     def optimizer(self, optimizer: Optimizer) -> str | None:
@@ -136,19 +137,26 @@ class Found:
                 return None
         return self.optimizers.add(optimizer)
 
-    def refresh(self) -> bool:
-        """Look for the parameters anew; return whether they are others than before."""
+    def refresh(self, forward: bool = False) -> bool:
+        """Look for the parameters anew; return whether they are others than before.
+
+        In a forward that ``functional_call`` gave other weights, these go with it: then they are looked for later.
+        """
         optimizers = self.optimizers.alive()
         models = self.models.alive()
         held = {id(p) for optimizer in optimizers.values() for p in held_by(optimizer)}
         seen = [held, *map(_contents, models.values())]
         if seen == self._seen:  # nearly always; to name the parameters costs more
             return False
+        if forward and not all(isinstance(p, nn.Parameter) for m in models.values() for p in m.parameters()):
+            self._seen = []
+            return False
         self._seen = seen
         found: dict[int, tuple[str, str, Tensor]] = {}  # the model it is of, its name there, itself
         for name, model in models.items():
             for path, p in model.named_parameters():
-                if (p.requires_grad or id(p) in held) and not (is_lazy(p) or p.is_meta):
+                trained = isinstance(p, nn.Parameter) and (p.requires_grad or id(p) in held)
+                if trained and not (is_lazy(p) or p.is_meta):
                     found.setdefault(id(p), (name, INSIDE.sub("", path), p))
         several = len({name for name, _, _ in found.values()}) > 1
         if self.given is None:

@@ -92,6 +92,79 @@ class Receiver(Protocol):
         """Tell that this is now another process, which has nothing to record."""
 
 
+class Careful:
+    """Tells a receiver what it is told until it fails: its errors are no reason for a loop to stop.
+
+    ``lost`` is told of the first of them. The batches that a receiver hands on it has to look after itself.
+    """
+
+    def __init__(self, receiver: Any, lost: Callable[[Exception], None]) -> None:
+        self.given: frozenset[int] = receiver.given
+        self.forked = receiver.forked
+        self._receiver, self._lost = receiver, lost
+        self._failed = False
+
+    def fail(self, error: Exception) -> None:
+        """Tell the receiver no more."""
+        if not self._failed:
+            self._failed = True
+            self._lost(error)
+
+    def iterate(self, loader: DataLoader[Any], begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return what the loop shall iterate over: what ``begin`` returns, where the receiver fails."""
+        begun: list[Iterator[Any]] = []
+
+        def begin_once() -> Iterator[Any]:
+            begun.append(begin())
+            return begun[0]
+
+        try:
+            return begin() if self._failed else self._receiver.iterate(loader, begin_once)
+        except Exception as error:
+            if self._failed:
+                raise
+            batches = begun[0] if begun else begin()  # which raises anew what was its own error
+            self.fail(error)
+            return batches
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._receiver, name)
+
+        def tell(*told: Any, **named: Any) -> Any:
+            if self._failed:
+                return None
+            try:
+                around = method(*told, **named)
+            except Exception as error:
+                self.fail(error)
+                return None
+            return around and _Guarded(around, self.fail)
+
+        setattr(self, name, tell)  # so that it is made once
+        return tell
+
+
+class _Guarded:
+    """What a receiver does around a call; of its errors the call learns nothing."""
+
+    def __init__(self, around: Any, fail: Callable[[Exception], None]) -> None:
+        self._around, self._fail = around, fail
+
+    def __enter__(self) -> None:
+        try:
+            self._around.__enter__()
+        except Exception as error:
+            self._around = _NOTHING
+            self._fail(error)
+
+    def __exit__(self, kind: Any, error: BaseException | None, where: Any) -> None:
+        try:
+            self._around.__exit__(kind, error, where)
+        except Exception as ours:
+            if ours is not error:
+                self._fail(ours)
+
+
 class _StandIn(NamedTuple):
     owner: Any
     name: str
@@ -269,7 +342,7 @@ def _observed_forward(original: Callable[..., Any], here: _Set) -> Callable[...,
             return original(module, *inputs, **named)
         if _depth.forward and id(module) not in here.given:
             return original(module, *inputs, **named)
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing() or type(module).__hash__ is None:  # a dataclass, as a loss may be one
             return original(module, *inputs, **named)
         _depth.forward += 1
         try:

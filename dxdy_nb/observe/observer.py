@@ -15,7 +15,7 @@ from dxdy_nb.observe.batches import Loader
 from dxdy_nb.observe.blackbox import BlackBox, Replay
 from dxdy_nb.observe.events import Event
 from dxdy_nb.observe.found import Found
-from dxdy_nb.observe.hooks import listening
+from dxdy_nb.observe.hooks import Careful, listening
 from dxdy_nb.observe.recorder import Recorder
 from dxdy_nb.observe.trace import Trace, TraceWriter
 
@@ -128,7 +128,9 @@ class Watch:
             from dxdy_nb.diagnosis.witness import Witness, witnessing
 
             self._witness = self._cleanup.enter_context(witnessing(Witness()))
-        self._cleanup.enter_context(listening(self._recorder))
+        # A replay's errors are for people: it is another script than the recorded one.
+        told = self._recorder if self._more["replay"] else Careful(self._recorder, self._recorder.lost)
+        self._cleanup.enter_context(listening(told))
         return self
 
     def __exit__(

@@ -3,9 +3,11 @@
 import math
 import mmap
 import os
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -20,9 +22,9 @@ from torch.utils.data import DataLoader
 from dxdy_nb.observe.batches import Fetches, Loader, bad_samples, batch_size, described, likeness, sample_ids
 from dxdy_nb.observe.events import Events
 from dxdy_nb.observe.found import Found, Named, held_by, unwrapped_optimizer
-from dxdy_nb.observe.row import Row, is_loss, kept, local
+from dxdy_nb.observe.row import Row, is_loss, kept, local, version
 from dxdy_nb.observe.statistics import Budget, Statistics, any_nonfinite, total_norm, update_ratios
-from dxdy_nb.observe.trace import TraceWriter
+from dxdy_nb.observe.trace import Layout, TraceWriter
 
 # The update ratio needs a copy of the weights, which costs more than all other statistics together.
 UPDATE_EVERY = 10  # steps
@@ -72,16 +74,39 @@ class Recorder:
         self._seen: set[str] = set()  # optimizers that have stepped
         self._stepping: list[Optimizer] = []  # the optimizer that makes its step, and those it is made of
         self._steps = 0  # of optimizers
-        self._inside = ""  # the call that is under way: "forward", "backward" or neither
+        self._calls: list[str] = []  # that are under way: "forward", "backward", perhaps of several threads
         self._hidden = 0  # above 0 inside of torch's functions, and of ours
         self._expected = 1  # backward calls a step
         self._norm = math.inf  # of the last row
         self._over = False  # whether a replay is
         self._memory: tuple[torch.device | None, Callable[[], float]] = (None, lambda: math.nan)
 
+    @property
+    def _inside(self) -> str:
+        """The innermost call that is under way: "forward", "backward" or neither."""
+        return self._calls[-1] if self._calls else ""
+
+    def lost(self, error: Exception) -> None:
+        """Record no more after an error of our own; what was recorded stays."""
+        self.active = False
+        if self._blackbox is not None:
+            self._blackbox.close()
+        self._row, self._late, self._blackbox = Row(self.count), [], None
+        text = f"watch: nothing is recorded from step {self.count} on ({type(error).__name__}: {error})."
+        with suppress(Warning):  # where warnings are errors
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
     def end(self, error: BaseException | None) -> None:
         """Write what is under way, now that the loop has ended."""
         self.active = False
+        try:
+            self._end(error)
+        except Exception as ours:
+            self.lost(ours)
+        self.writer.close()
+        self._row, self._batch = Row(), None  # what they hold of the loop may go
+
+    def _end(self, error: BaseException | None) -> None:
         self._next_row()
         row = self._row
         if row.touched or (row.backwards and row.samples):
@@ -94,8 +119,6 @@ class Recorder:
             if failed:
                 self._blackbox.failed(row.number, error)
             self._blackbox.close()
-        self.writer.close()
-        self._row, self._batch = Row(), None  # what they hold of the loop may go
 
     # What the hooks tell. Each method returns what is to be entered before the call and left after it.
 
@@ -145,7 +168,7 @@ class Recorder:
             with _Own(self, row):
                 self.found.refresh()
         parameters = self.found.parameters
-        before = [(g, 0 if g is None else g._version) for g in [p.grad for p in parameters]]
+        before = [(g, 0 if g is None else version(g)) for g in [p.grad for p in parameters]]
         started = self._begin()
         with _Within(self, "backward"):
             yield
@@ -155,8 +178,8 @@ class Recorder:
         with _Own(self, row):
             touched = [
                 id(p)
-                for p, (g, version) in zip(parameters, before, strict=True)
-                if (now := p.grad) is not g or (now is not None and now._version != version)
+                for p, (g, was) in zip(parameters, before, strict=True)
+                if (now := p.grad) is not g or (now is not None and version(now) != was)
             ]
             row.touched.update(touched)
             self._after_backward(row, tensors, bool(touched))
@@ -180,7 +203,16 @@ class Recorder:
         except StopIteration:
             self._drop_validation()
             raise
-        seconds = perf_counter() - started
+        try:
+            return self._fetched(loader, batch, started, perf_counter() - started)
+        except Exception as error:
+            if self._replay is not None:
+                raise
+            self.lost(error)
+            return batch
+
+    def _fetched(self, loader: str, batch: Any, started: float, seconds: float) -> Any:
+        """Note a batch, and return what the loop gets."""
         self._drop_validation()
         self._next_row()
         row = self._row
@@ -205,9 +237,8 @@ class Recorder:
         if name is None:
             return
         optimizer = unwrapped_optimizer(optimizer)
-        if any(known is optimizer for known in self._stepping):  # an error ended its last step
-            self._stepping.clear()
-        self._stepping.append(optimizer)
+        # An error may have ended an earlier step.
+        self._stepping = [one for one in self._stepping if one is not optimizer and _is_stepping(one)] + [optimizer]
         if len(self._stepping) > 1:  # an optimizer made of others
             return
         if id(optimizer) in self._row.stepped:
@@ -283,14 +314,16 @@ class Recorder:
 
     def reading_gradients(self) -> None:
         """Measure the gradients where that was not done yet, before they are clipped."""
-        if self._row.touched:
+        if not self._row.touched:  # then they came of no backward
+            self.found.refresh()
+        if self._row.touched or any(p.grad is not None for p in self.found.parameters):
             self._measure_once(self._row)
 
     @contextmanager
     def clip(self, norm: Tensor, bound: float) -> Iterator[None]:
         """Note a clip, and the norm that it was decided by."""
         yield
-        if self._row.touched:
+        if self._row.measured is not None:
             self._row.stamp()
             self._tell("clip", value=kept(norm) if norm.is_cpu else None)
 
@@ -357,7 +390,7 @@ class Recorder:
     def _first_forward(self, row: Row) -> None:
         with _Own(self, row):
             # Before the forward: within it FSDP2 has other parameters in the model than the optimizer has.
-            self.found.refresh()
+            self.found.refresh(forward=True)
             if self._replay is not None:
                 self._replay.forward(*self._objects())
             if self._blackbox is not None:
@@ -391,7 +424,7 @@ class Recorder:
             loss = sum(losses)
             (row.losses if reached else row.losses_elsewhere).append((loss, self._batch))
             known = isinstance(loss, float) and isinstance(row.scale, float)
-            self._tell("loss", value=loss / row.scale if known else None)
+            self._tell("loss", value=loss / (row.scale or math.nan) if known else None)
         if reached:
             row.measured = None
             # What comes before the last backward of a step is no step's gradient.
@@ -404,7 +437,8 @@ class Recorder:
                 self._measure(row)
 
     def _measure(self, row: Row) -> None:
-        row.parameters, row.layout, row.rows = self.found.parameters, self.found.layout, None
+        row.parameters, row.rows = self.found.parameters, None
+        row.layout = self.found.layout if row.parameters else Layout((), ())  # those of a model that is gone are gone
         row.measured_scale = 1.0 if row.unscaled else row.scale
         others = self.found.untouched(row.touched)
         gradients = [None if p.grad is None or id(p) in others else local(p.grad) for p in row.parameters]
@@ -518,6 +552,17 @@ class Recorder:
         self.writer.append(row.number, values, rows, ratios, skipped=row.skipped, bad_samples=ids, full=row.full)
 
 
+def _is_stepping(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step is under way in this thread."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        # What torch puts around each optimizer's step.
+        if frame.f_code.co_name == "wrapper" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
+
+
 class _Unseen:
     """What the loop does meanwhile is not its own: torch's functions, or ours."""
 
@@ -555,10 +600,10 @@ class _Within:
         self._recorder, self._what = recorder, what
 
     def __enter__(self) -> None:
-        self._before, self._recorder._inside = self._recorder._inside, self._what
+        self._recorder._calls.append(self._what)
 
     def __exit__(self, *error: object) -> None:
-        self._recorder._inside = self._before
+        self._recorder._calls.remove(self._what)
 
 
 def _memory_reader(device: torch.device) -> Callable[[], float]:

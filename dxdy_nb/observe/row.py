@@ -88,10 +88,11 @@ class Row:
         if self.rows is None:
             self.rows = self.measured.rows
             if (scale := float(self.measured_scale)) != 1:
-                self.rows[:, GROWING] /= scale
+                self.rows[:, GROWING] /= scale or math.nan  # a scaler halves its scale until it is 0
             self.norm, self.nonfinite = total_norm(self.rows), any_nonfinite(self.rows)
             # Another model's loss is not this one's; a lone one may be.
-            losses = [(float(loss) / float(self.scale), batch) for loss, batch in self.losses or self.losses_elsewhere]
+            scale = float(self.scale) or math.nan
+            losses = [(float(loss) / scale, batch) for loss, batch in self.losses or self.losses_elsewhere]
             if len(losses) == len(self.batches):  # of which some may have been fetched ahead
                 losses = [(loss, batch) for (loss, _), batch in zip(losses, self.batches, strict=True)]
             self.loss = sum(loss for loss, _ in losses[self.dropped :] or losses) if losses else math.nan
@@ -100,7 +101,7 @@ class Row:
 
     def stamp(self) -> None:
         """Keep what tells whether gradients and weights were changed since."""
-        self.stamps, self.versions = stamps(self.parameters), [p._version for p in self.parameters]
+        self.stamps, self.versions = stamps(self.parameters), [version(p) for p in self.parameters]
 
     def gradients_changed(self) -> bool:
         """Return whether gradients were changed since they were stamped."""
@@ -108,7 +109,7 @@ class Row:
 
     def weights_changed(self) -> bool:
         """Return whether weights were changed since they were stamped."""
-        return self.versions != [p._version for p in self.parameters]
+        return self.versions != [version(p) for p in self.parameters]
 
     @property
     def skipped(self) -> bool:
@@ -141,7 +142,12 @@ class Row:
 
 def stamps(parameters: Iterable[Tensor]) -> list[tuple[int, int] | None]:
     """Return which tensors the gradients are, and how often each was changed."""
-    return [None if (g := p.grad) is None else (id(g), g._version) for p in parameters]
+    return [None if (g := p.grad) is None else (id(g), version(g)) for p in parameters]
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was changed; 0 for one of inference mode, which does not count it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -153,8 +159,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def kept(number: Tensor) -> Any:
-    """Return a number's value; on a GPU a copy, to be read when it is there."""
+    """Return a number's value, NaN on the device meta; on a GPU a copy, to be read when it is there."""
     number = number.detach()
+    if number.is_meta:
+        return math.nan
     return float(number) if number.is_cpu else number.clone()
 
 

@@ -248,7 +248,9 @@ def update_ratios(before: Sequence[Tensor], after: Sequence[Tensor]) -> NDArray[
 def _update_ratio(before: Tensor, after: Tensor) -> float:
     if before.stride() != after.stride():  # else both are read in the same order
         before, after = before.contiguous(), after.contiguous()
-    old, new = flat(before)[0], flat(after)[0]
+    if (was := _read(before)) is None or (now := _read(after)) is None:
+        return math.nan
+    old, new = was[0], now[0]
     with np.errstate(all="ignore"):
         change, size = _change(old, new)
         if not (TINY < change < HUGE and TINY < size < HUGE):  # float32 squares of small updates would vanish
@@ -285,6 +287,16 @@ def flat(tensor: Tensor) -> tuple[Values, int]:
     return tensor.resolve_neg().cpu().numpy().ravel("K"), size
 
 
+def _read(tensor: Tensor) -> tuple[Values, int] | None:
+    """Return what ``flat`` does; None for a tensor of somebody's own class that shows its values to nobody."""
+    try:
+        return flat(tensor)
+    except (RuntimeError, TypeError):
+        if type(tensor) in (Tensor, torch.nn.Parameter):
+            raise
+        return None
+
+
 def _is_here(tensor: Tensor) -> bool:
     """Return whether a tensor lies in this machine's memory and not on an accelerator."""
     return tensor.is_cpu
@@ -301,7 +313,8 @@ def _sort(
         pending = []
     else:
         given = {place: tensor for place, tensor in enumerate(tensors) if tensor is not None}
-        large = {place: flat(tensor) for place, tensor in given.items() if _is_here(tensor)}
+        here = {place: _read(tensor) for place, tensor in given.items() if _is_here(tensor)}
+        large = {place: found for place, found in here.items() if found is not None}
         small = {p: v for p, (v, size) in large.items() if 0 < v.size == size <= SMALL and v.dtype is FLOAT32}
         large = {place: found for place, found in large.items() if place not in small}
         pending = accelerator.reduce({p: tensor for p, tensor in given.items() if not _is_here(tensor)})
