@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ALL, HALF = "all", ("diagnosis", "observe")
 # The plan of the house aims at 6,000, half of it for these two. The package is over it: a bound rises with a feature
 # and for nothing else.
-LIMIT, LIMIT_HALF = 20_300, 11_100
+LIMIT, LIMIT_HALF = 20_200, 11_050
 SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
