@@ -284,8 +284,9 @@ def vanishing(experiment: Experiment) -> Iterator[Finding]:
             return
         (_, first), (_, last) = rows[0], rows[-1]
         gradient, weight = first.norm / last.norm, first.weight / last.weight
-        # Behind a last layer that begins near zero gradients are small, too, and gradient · weight is not.
-        ratios.append(gradient * max(weight, 1 / weight))
+        # Behind a last layer that begins near zero gradients are small, too, and gradient · weight, which is equal for
+        # all layers where scales cancel, is not; a first layer has usually more weights, and so more of it.
+        ratios.append(gradient * max(1 / weight, weight / 10))
     if len(ratios) == FEW and max(ratios) < LOST:
         yield found(
             "vanishing-gradients",

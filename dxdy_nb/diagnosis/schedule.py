@@ -8,7 +8,7 @@ from torch.optim import lr_scheduler
 from dxdy_nb.diagnosis.probes import FEW, Experiment, finite
 from dxdy_nb.diagnosis.report import Finding, found
 
-STEPWISE = (lr_scheduler.StepLR, lr_scheduler.MultiStepLR, lr_scheduler.ExponentialLR)  # made for epochs
+STEPWISE = (lr_scheduler.StepLR, lr_scheduler.MultiStepLR, lr_scheduler.ExponentialLR)  # mostly for epochs
 
 
 def lr_is_no_number(experiment: Experiment) -> Iterator[Finding]:
@@ -56,6 +56,7 @@ def schedule_pace(experiment: Experiment) -> Iterator[Finding]:
             type(scheduler).__name__,
             f"scheduler.step() ran {steps} times for {len(lrs)} updates: lr {peak:.3g} → {lrs[low]:.3g} at update "
             f"{low}",
+            severity="hint" if isinstance(scheduler, lr_scheduler.ExponentialLR) else "error",  # it is used for both
         )
     horizon = getattr(scheduler, "T_max", None)
     low = lrs.index(min(lrs))
