@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -510,3 +511,26 @@ def test_a_carried_graph_is_not_taken_for_an_operation_in_place():
     x = torch.randn(256, 5, 8)
     report = dx.diagnose(**usual(Carrying(), (x, x[:, -1, :4].argmax(1)), train_step=train_step))
     assert [error.cause for error in report.errors] == ["graph-used-twice"]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_forward_without_gradients_is_named_in_a_loop_that_calls_backward(asks):
+    model, loss_fn = net(), nn.CrossEntropyLoss()
+    torch_says = pytest.raises(RuntimeError, match="does not require grad") if not asks else nullcontext()
+    with torch_says, dx.watch() as w:
+        for x, y in batches(*blobs()):
+            with torch.no_grad():
+                loss = loss_fn(model(x), y)
+            loss.requires_grad_(asks).backward()
+    (error,) = w.diagnose().errors
+    assert (error.stage, error.cause) == ("forward", "whole-forward-no-grad")
+
+
+def test_a_backward_beside_a_model_that_is_only_evaluated_is_no_fault():
+    model, free = net(), torch.zeros(8, requires_grad=True)
+    with dx.watch() as w:
+        for x, _ in batches(*blobs()):
+            with torch.no_grad():
+                answer = model(x).mean()
+            (free.square().sum() + answer).backward()
+    assert w.diagnose().errors == ()

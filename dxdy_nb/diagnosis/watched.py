@@ -16,7 +16,7 @@ from torch import Tensor
 from dxdy_nb.diagnosis.diagnose import TIME, report_on
 from dxdy_nb.diagnosis.observation import Call, Step, main_call
 from dxdy_nb.diagnosis.probes import Experiment, NotRepeatable
-from dxdy_nb.diagnosis.report import Finding, Report
+from dxdy_nb.diagnosis.report import Finding, Report, found
 from dxdy_nb.diagnosis.repro import save
 from dxdy_nb.diagnosis.sameness import same_tensor
 from dxdy_nb.diagnosis.subject import NAMES, TrainStep, preserved
@@ -30,6 +30,9 @@ from dxdy_nb.observe.found import held_by
 def judge(witness: Witness, time_limit: float = TIME) -> Report:
     """Return the report on what a witness has heard."""
     seen = witness.seen
+    if seen.final.get("no graph") and not witness.initial:
+        told = "every model ran with gradients switched off, and backward was called on what has no graph"
+        return Report((found("whole-forward-no-grad", "the training step", told),), unchecked=tuple(seen.notes))
     if not seen.steps or not witness.initial:
         return Report((), unchecked=(*seen.notes, "nothing was heard of training: no model ran with gradients"))
     if not (seen.updates or seen.moved or any(s.backwards or s.error for s in seen.steps)):

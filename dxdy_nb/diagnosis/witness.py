@@ -332,6 +332,8 @@ class Witness:
             yield
             return
         root, parameters = roots[0], self.subject.parameters
+        if self._evaluated_on and not (self.driven or self.initial) and root.grad_fn is None:
+            self.seen.final["no graph"] = True  # models ran, none of them with gradients
         before = _versions(parameters)
         self._dirty -= {n for n in self._dirty if n not in before}
         self._dirty |= {n for n, v in before.items() if self._at_update.get(n) == v and _any(parameters[n].grad)}
