@@ -407,3 +407,8 @@ def test_tables_of_many_kinds_are_read(here, text, column, rows):
 def test_a_loss_that_rises_from_its_first_row_on(tmp_path, count):
     (tmp_path / "loss.csv").write_text("step,loss\n" + "".join(f"{i},{i}\n" for i in range(1, count + 1)))
     assert [finding.cause for finding in inspect(tmp_path / "loss.csv").findings] == ["loss-rises"]
+
+
+def test_losses_near_the_end_of_a_floats_range_are_read_without_a_warning(tmp_path):
+    (tmp_path / "loss.csv").write_text("step,loss\n" + "".join(f"{i},1.{i:02}e308\n" for i in range(60)))
+    assert inspect(tmp_path / "loss.csv").errors == ()  # warnings are errors here

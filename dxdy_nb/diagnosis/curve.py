@@ -53,14 +53,14 @@ class Curve:
         return replace(self, steps=self.steps[rows], losses=self.losses[rows], lines=self.lines[rows])
 
 
+@np.errstate(all="ignore")  # losses near the end of a float's range have infinite sums and differences
 def report(path: Path) -> Report:
     """Return what a table of losses tells, all of it hints but for a loss that stays not finite."""
     whole = _read(path)
     curve = whole.cut(np.isfinite(whole.losses))
     findings = [*_not_finite(whole), *_restarted(whole)]
     if len(curve.losses) >= FEW:
-        with np.errstate(all="ignore"):  # losses near the end of a float's range have infinite differences
-            findings += list(_flat(curve)) or list(_sawtooth(curve)) or list(_jumps_and_rise(curve))
+        findings += list(_flat(curve)) or list(_sawtooth(curve)) or list(_jumps_and_rise(curve))
     ends = " → ".join(f"{np.median(part):.4g}" for part in (curve.losses[:10], curve.losses[-10:]))
     saw = {
         "column": f"{whole.column}: {len(whole.losses):,} losses, {len(whole.losses) - len(curve.losses)} not finite",
