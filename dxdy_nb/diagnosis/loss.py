@@ -538,9 +538,10 @@ def wrong_sign(experiment: Experiment) -> Iterator[Finding]:
     reading, y = experiment.reading, experiment.target
     if reading is None or reading.gradient is None or not reading.gradient.any():
         return
+    if climbs(experiment):
+        return  # whether that is meant is told by the updates
     shares = [b.share for step in experiment.seen.steps for b in step.backwards]
     down = -1.0 if shares and all(share < 0 for share in shares) else 1.0
-    down *= -1.0 if climbs(experiment) else 1.0
     reference, g = _reference(reading), down * reading.gradient
     if reference is None:
         losses = experiment.first.losses if experiment.first is not None else []
