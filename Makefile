@@ -19,6 +19,9 @@ NB ?= $(wildcard notebooks/*.ipynb)
 KILLS ?= 20
 PYTEST := $(PY) -m pytest -q
 
+# What runs is .venv and this folder, whatever else is active where make is called.
+unexport VIRTUAL_ENV PYTHONPATH
+
 # Several threads gain nothing on nets as small as these, and on a busy machine they cost up to ten times the time.
 lab run test test-all unit cases stress notebooks nbval bench bench-watch: export OMP_NUM_THREADS ?= 1
 
