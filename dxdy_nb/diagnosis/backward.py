@@ -276,7 +276,7 @@ def vanishing(experiment: Experiment) -> Iterator[Finding]:
     """Gradients shrink to nothing on their way to the first layers."""
     updates = experiment.seen.updates[:FEW]
     weights = [n for n, p in experiment.subject.parameters.items() if p.dim() > 1]
-    ratios = []
+    relative, products = [], []  # gradient / weight, and gradient · weight, of the last layer's
     for update in updates:
         rows = [(n, update.parameters[n]) for n in weights if n in update.parameters]
         rows = [(n, s) for n, s in rows if s.norm > 0 and s.weight > 0 and not s.nonfinite]
@@ -284,14 +284,15 @@ def vanishing(experiment: Experiment) -> Iterator[Finding]:
             return
         (_, first), (_, last) = rows[0], rows[-1]
         gradient, weight = first.norm / last.norm, first.weight / last.weight
+        relative.append(gradient / weight)
         # Behind a last layer that begins near zero gradients are small, too, and gradient · weight, which is equal for
         # all layers where scales cancel, is not; a first layer has usually more weights, and so more of it.
-        ratios.append(gradient * max(1 / weight, weight / 10))
-    if len(ratios) == FEW and max(ratios) < LOST:
+        products.append(gradient * weight)
+    if len(relative) == FEW and max(relative) < LOST and max(products) < 10 * LOST:
         yield found(
             "vanishing-gradients",
             weights[0],
-            f"gradient relative to weight: that of {weights[0]} is {median(ratios):.1e} of the last layer's",
+            f"gradient relative to weight: that of {weights[0]} is {median(relative):.1e} of the last layer's",
         )
 
 

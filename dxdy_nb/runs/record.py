@@ -120,10 +120,11 @@ class Run:
         return pd.DataFrame(self.validation_rows, columns=["step", "loss", "accuracy"]).set_index("step")
 
     def diagnose(self, time_limit: float = 40.0) -> "Report":
-        """Return what is wrong with the run: its steps are taken again, from its configuration, and judged.
+        """Return what is wrong with the run: its configuration is set up again and judged, and its record.
 
-        On one process, and as many steps as half of ``time_limit`` (seconds) allows; the run's folder is left alone.
-        Random states are left as they are.
+        The first steps are taken again, on one process, as ``dx.diagnose`` does; where that finds no error, a loss of
+        the record that is not finite is one. ``time_limit`` is in seconds. The run's folder and random states are left
+        as they are.
 
         Examples
         --------
